@@ -6,8 +6,8 @@ The same traced program then serves every platform: `jax.export`, and compilatio
 `lax.platform_dependent` is a conditional inside a scan (jax#28594), and traces all of its branches. Here `f` is traced
 once, and a way only for the platform that it is for.
 
-A way computes what `f` computes, or `f` and a choice. Under `jax.vmap` the way of `default` runs; a derivative goes
-through the way that `derivative` names.
+A way computes what `f` computes, or `f` and a choice. Under `jax.vmap` the way of `default` runs, or with
+`maps` each way, mapped; a derivative goes through the way that `derivative` names.
 """
 
 import functools
@@ -29,7 +29,12 @@ _p.multiple_results = True
 
 
 def by_platform(
-    f: Callable[..., Any], *args: Any, derivative: str = "default", partitions: bool = False, **ways: Way
+    f: Callable[..., Any],
+    *args: Any,
+    derivative: str = "default",
+    partitions: bool = False,
+    maps: bool = False,
+    **ways: Way,
 ) -> Any:
     """`f(*args)`, by the way of the platform that the program is lowered for.
 
@@ -39,6 +44,7 @@ def by_platform(
       derivative: the name of the way that is differentiated.
       partitions: whether a way calls `custom_partitioning`. jax tells a lowering its devices only if it finds that
         primitive in the program, and a way is traced later.
+      maps: whether `jax.vmap` maps each way, so that every platform keeps its own.
       **ways: by the name of a platform, or "default" for the others, a function `(f, *args)` that returns arrays of the
         same types as `f(*args)`, and closes over no traced array (`f` may). Without one, `f` itself.
 
@@ -67,7 +73,7 @@ def by_platform(
     flat_ways = tuple((name, on_leaves(way)) for name, way in sorted(ways.items()))
     n, consts = len(traced.consts), traced.consts
     hint = _partitioned() if partitions else None
-    found = _p.bind(*consts, *leaves, jaxpr=traced.jaxpr, n=n, ways=_Ways(flat_ways, derivative), hint=hint)
+    found = _p.bind(*consts, *leaves, jaxpr=traced.jaxpr, n=n, ways=_Ways(flat_ways, derivative, maps=maps), hint=hint)
     return out_tree.unflatten(found)
 
 
@@ -94,8 +100,8 @@ def written(arrays: Any) -> Any:
 class _Ways:
     """The ways of an equation; its text names the platforms only."""
 
-    def __init__(self, ways: tuple[tuple[str, Way], ...], derivative: str) -> None:
-        self.by_name, self.derivative = dict(ways), derivative
+    def __init__(self, ways: tuple[tuple[str, Way], ...], derivative: str, *, maps: bool) -> None:
+        self.by_name, self.derivative, self.maps = dict(ways), derivative, maps
 
     def __repr__(self) -> str:
         return f"({', '.join(self.by_name)})"
@@ -174,8 +180,17 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
 def _batched(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[list[Any], list[int]]:
     names: dict[str, Any] = {"axis_name": axis.name} if isinstance(axis.name, str) else {}
     names |= {} if axis.spmd_name is None else {"spmd_axis_name": axis.spmd_name}
-    run = jax.vmap(lambda *xs: _run("default", *xs, **params), in_axes=tuple(dims), axis_size=axis.size, **names)
-    found = run(*operands)
+
+    def mapped(name: str) -> Way:
+        run = lambda *xs: _run(name, *xs, **params)  # noqa: E731
+        return jax.vmap(run, in_axes=tuple(dims), axis_size=axis.size, **names)
+
+    ways: _Ways = params["ways"]
+    if ways.maps:
+        by_name: dict[str, Any] = {name: lambda _, *xs, name=name: mapped(name)(*xs) for name in ways.by_name}
+        found = by_platform(mapped("default"), *operands, derivative=ways.derivative, maps=True, **by_name)
+    else:
+        found = mapped("default")(*operands)
     return found, [0] * len(found)
 
 

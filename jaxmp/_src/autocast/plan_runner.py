@@ -2,6 +2,10 @@
 
 A function casts a value at most once to each dtype, even if many operations read it in that dtype. The casts, binds and
 calls are ordinary JAX: they can be differentiated, batched, compiled and rewritten again.
+
+A weight whose gradient is reduced in float32 has a second, float32 array (`_Wide`). An operation that reads the weight
+in 16 bits computes with the 16-bit array, and returns a float32 gradient to the other. The program of the forward pass
+stays what it is: nothing reads the numbers of the float32 array.
 """
 
 import contextlib
@@ -16,9 +20,10 @@ from jax.extend import core
 
 from jaxmp._src.autocast import regions, roundings
 from jaxmp._src.autocast.cast_lists import FLOATS
-from jaxmp._src.autocast.planner import Plan, Planner, Step, Value, is_repeated
-from jaxmp._src.base import vmap_rules
+from jaxmp._src.autocast.planner import FLOAT32, WEIGHTS, Plan, Planner, Step, Value, is_repeated
+from jaxmp._src.base import compat, vmap_rules
 from jaxmp._src.programs import jaxprs
+from pallas_kernels.by_platform import by_platform
 
 
 class PlanRunner:
@@ -40,6 +45,7 @@ class PlanRunner:
         held: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         held |= {v: cast(x, i.dtype, i) for v, x, i in zip(jaxpr.invars, values, plan.inputs, strict=True)}
         made: dict[Any, Any] = {}
+        wide = _Wide(plan, values)
 
         def read(atom: Any, dtype: Any, value: Value | None) -> Any:
             if isinstance(atom, core.Literal):
@@ -54,8 +60,8 @@ class PlanRunner:
         for step in plan.steps:
             eqn = step.eqn
             operands = [
-                read(v, dtype, None if isinstance(v, core.Literal) else known.get(v))
-                for v, dtype in zip(eqn.invars, step.operands, strict=True)
+                read(v, dtype, None if isinstance(v, core.Literal) else known.get(v)) if x is None else x
+                for v, dtype, x in zip(eqn.invars, step.operands, wide.operands(step, known), strict=True)
             ]
             # An operation that runs as it was written sets its own name.
             with contextlib.nullcontext() if step.how == "written" else jaxprs.where(eqn, regions.scope_of(eqn)):
@@ -64,6 +70,7 @@ class PlanRunner:
                 results = [roundings.rounded(x) if v in plan.rounded else x for v, x in pairs]
             held |= dict(zip(eqn.outvars, results, strict=True))
             known |= dict(zip(eqn.outvars, step.results, strict=True))
+            wide.follow(step, held)
         return [read(v, None, None) for v in jaxpr.outvars]
 
     def _run_step(self, step: Step, operands: list[Any]) -> list[Any]:
@@ -77,7 +84,9 @@ class PlanRunner:
         if step.how == "again":
             return [vmap_rules.call(eqn.params["fun"], eqn.params["rule"], *operands)]
         if step.how == "repeat":
-            return [_repeated(eqn, operands)]
+            return [_repeated(step, operands)]
+        if step.how == "multiply":
+            return [_multiplied(step, operands)]
         if callable(step.narrow):
             return [cast(step.narrow(*operands, step.results[0].dtype, eqn.params), step.results[0].dtype)]
         if step.how == "once":
@@ -87,6 +96,52 @@ class PlanRunner:
         bound = eqn.primitive.bind(*operands, **_params(step))
         results = list(bound) if eqn.primitive.multiple_results else [bound]
         return [cast(x, v.dtype) for x, v in zip(results, step.results, strict=True)]
+
+
+class _Wide:
+    """The float32 arrays of weights, and of what is made of weights alone."""
+
+    def __init__(self, plan: Plan, values: Any):
+        given = zip(plan.jaxpr.invars, values, plan.inputs, strict=True)
+        self._arrays = {v: x for v, x, i in given if i.made_of == WEIGHTS and getattr(x, "dtype", None) == FLOAT32}
+
+    def operands(self, step: Step, known: dict[Any, Value]) -> list[Any]:
+        """The float32 arrays that a step takes in place of those that are held; None: it takes what is held."""
+        variables = [None if isinstance(v, core.Literal) else v for v in step.eqn.invars]
+        takes = step.weights
+        if step.how == "call" and self._arrays:
+            takes = [i for i, v in enumerate(variables) if v in self._arrays and _enters_wide(step, i, known[v])]
+        return [self._arrays.get(v) if i in takes else None for i, v in enumerate(variables)]
+
+    def follow(self, step: Step, held: dict[Any, Any]) -> None:
+        """Notes the result of a step that was made of weights."""
+        eqn = step.eqn
+        if not self._arrays or len(step.results) != 1 or step.results[0].made_of != WEIGHTS:
+            return
+        out, first = eqn.outvars[0], eqn.invars[0]
+        if held[out].dtype == FLOAT32:
+            self._arrays[out] = held[out]
+        elif not isinstance(first, core.Literal) and first in self._arrays and step.results[0].dtype in FLOATS:
+            if step.how == "same" or eqn.primitive.name == "convert_element_type":
+                self._arrays[out] = self._arrays[first]
+            elif eqn.primitive.name in _MOVES:
+                others = (held[v] if not isinstance(v, core.Literal) else _array_of(v) for v in eqn.invars[1:])
+                with jaxprs.where(eqn, regions.scope_of(eqn)):
+                    self._arrays[out] = eqn.primitive.bind(self._arrays[first], *others, **eqn.params)
+
+
+def _enters_wide(step: Step, i: int, value: Value) -> bool:
+    """Whether a weight enters a function in float32, and is cast inside."""
+    name = step.eqn.primitive.name
+    if name == "scan":  # what every iteration reads does so anyway
+        return i < jaxprs.scan_counts(step.eqn)[0]
+    # Remat keeps what enters: a weight that is stored in 16 bits stays so.
+    is_cast = step.operands[i] != FLOAT32
+    return is_cast and (name in jaxprs.JITS or (name in jaxprs.REMATS and value.dtype == FLOAT32))
+
+
+# Movement of one array: the same equation moves it in any dtype.
+_MOVES = jaxprs.REARRANGES | (jaxprs.HANDS_ON - {"name"}) | frozenset({"broadcast_in_dim", "slice", "dynamic_slice"})
 
 
 def cast(x: Any, dtype: Any, value: Value | None = None) -> Any:
@@ -138,27 +193,68 @@ def _is_linear(eqn: Any) -> bool:
     return eqn.primitive.name in ("add", "sub", "add_any") or eqn.outvars[0].aval.dtype not in FLOATS
 
 
-def _repeated(eqn: Any, operands: list[Any]) -> Any:
+def _repeated(step: Step, operands: list[Any]) -> Any:
     """An operation that repeats a 16-bit operand. Its gradient is summed in float32: in bfloat16, 256 + 1 is 256."""
+    eqn, dtype = step.eqn, step.results[0].dtype
 
     def of_operand(i: int, operands: Any) -> Any:
         return lambda x: eqn.primitive.bind(*operands[:i], x, *operands[i + 1 :], **eqn.params)
 
     def tangent_of(i: int, operands: Any, tangent: Any) -> Any:
-        dtype = operands[i].dtype
+        operands = [cast(x, dtype) if x.dtype in FLOATS else x for x in operands]
         if is_repeated(eqn, i):
             operands = [lax.convert_element_type(x, jnp.float32) if x.dtype in FLOATS else x for x in operands]
             tangent = lax.convert_element_type(tangent, jnp.float32)
         _, out = jax.jvp(of_operand(i, operands), (operands[i],), (tangent,))
         return lax.convert_element_type(out, dtype)
 
-    run = jax.custom_jvp(lambda *operands: eqn.primitive.bind(*operands, **eqn.params))
+    @jax.custom_jvp
+    def run(*operands: Any) -> Any:
+        return eqn.primitive.bind(*(cast(x, dtype) if x.dtype in FLOATS else x for x in operands), **eqn.params)
 
     @functools.partial(run.defjvp, symbolic_zeros=True)
     def derivative(primals: Any, tangents: Any) -> Any:
         moved = [i for i, t in enumerate(tangents) if not isinstance(t, jax.custom_derivatives.SymbolicZero)]
         return run(*primals), functools.reduce(lax.add, [tangent_of(i, primals, tangents[i]) for i in moved])
 
+    return run(*operands)
+
+
+def _multiplied(step: Step, operands: list[Any]) -> Any:
+    """A product of 16-bit data with a weight, whose gradient is a product in float32: XLA reduces it in that dtype."""
+    eqn, dtype = step.eqn, step.results[0].dtype
+    types = [jax.typeof(x) for x in operands]
+    params = _params(step)
+
+    def low(operands: Any) -> list[Any]:
+        return [cast(x, dtype) if i in step.weights else x for i, x in enumerate(operands)]
+
+    def gradient(i: int, operands: Any, g: Any) -> Any:
+        others = [x for k, x in enumerate(operands) if k != i]
+        if i not in step.weights:
+            return compat.transposed(eqn.primitive, g, others, i, types[i], params)
+        wide = params | {"preferred_element_type": np.dtype(np.float32)}
+
+        def product(g: Any, *others: Any) -> Any:
+            return compat.transposed(eqn.primitive, g, others, i, types[i], wide)
+
+        def widened(_: Any, *given: Any) -> Any:  # XLA for CPU has no such product for some layouts, and fails
+            return product(*(x.astype(jnp.float32) if x.dtype in FLOATS else x for x in given))
+
+        return by_platform(product, g, *others, cpu=widened, derivative="cpu", maps=True)
+
+    @jax.custom_vjp
+    def run(*operands: Any) -> Any:
+        return eqn.primitive.bind(*low(operands), **params)
+
+    def forward(*operands: Any) -> Any:
+        kept = low(operands)
+        return eqn.primitive.bind(*kept, **params), kept
+
+    def backward(kept: Any, g: Any) -> Any:
+        return (gradient(0, kept, g), gradient(1, kept, g), *(None for _ in kept[2:]))
+
+    run.defvjp(forward, backward)
     return run(*operands)
 
 

@@ -37,6 +37,9 @@ from jaxmp._src.programs import jaxprs
 
 FLOAT32 = np.dtype(np.float32)
 
+# What a value is made of: the largest of these among the operands of the operation that made it.
+CONSTANTS, WEIGHTS, DATA = range(3)
+
 
 class Value(NamedTuple):
     """What the plan knows about a value.
@@ -47,6 +50,7 @@ class Value(NamedTuple):
       const: the number that all its elements are equal to, if known.
       home: the 16-bit dtype it had before a power made it float32; a bounded function casts it back.
       computed: whether an operation of the function computes it; an input, moved or not, is not.
+      made_of: `WEIGHTS` if it is made of those inputs alone whose gradients are reduced in float32.
     """
 
     dtype: Any
@@ -54,6 +58,7 @@ class Value(NamedTuple):
     const: float | None = None
     home: Any = None
     computed: bool = False
+    made_of: int = DATA
 
 
 class Step(NamedTuple):
@@ -63,14 +68,16 @@ class Step(NamedTuple):
       eqn: the equation as traced.
       how: `"bind"`: in new dtypes; `"once"`: the same with a float32 scalar, for which 16-bit operands are widened and
         the result is rounded; `"written"`: in those it was traced with; `"same"`: returns its operand; `"repeat"`:
-        repeats a 16-bit input, a bias or rows of a table, whose gradient is summed in float32; `"again"`: its function
-        is traced in the dtypes that arrive; `"call"`: it has functions inside, with a plan each.
+        repeats a 16-bit input, a bias or rows of a table, whose gradient is summed in float32; `"multiply"`: multiplies
+        data with a weight, whose gradient is a product in float32; `"again"`: its function is traced in the dtypes that
+        arrive; `"call"`: it has functions inside, with a plan each.
       group: the group that decided, for people to read.
       operands: the dtype each operand is cast to; None leaves it.
       results: its results.
       inner: plans of the functions inside.
       lists: the lists that are used here, and inside.
       narrow: the product that runs in place of a matmul, or why none does (`narrow_matmuls`).
+      weights: the operands that may come in float32, in which their gradients are summed.
     """
 
     eqn: Any
@@ -81,6 +88,7 @@ class Step(NamedTuple):
     inner: tuple["Plan", ...]
     lists: CastLists
     narrow: Any = None
+    weights: tuple[int, ...] = ()
 
 
 class Plan(NamedTuple):
@@ -154,9 +162,11 @@ class Planner:
         for i, eqn in enumerate(jaxpr.eqns):
             operands = [look_up(v) for v in eqn.invars]
             step = self._step(i, eqn, operands, regions.lists_of(eqn, lists).within(i), uses)
-            step = _of_repeats(step, operands)._replace(narrow=narrow.get(i))
+            step = _of_weights(_of_repeats(step, operands)._replace(narrow=narrow.get(i)), operands)
             if (const := constants.result(eqn, [v.const for v in operands])) is not None:
                 step = step._replace(results=(step.results[0]._replace(const=const),))
+            made_of = max((v.made_of for v in operands), default=CONSTANTS)
+            step = step._replace(results=tuple(v._replace(made_of=made_of) for v in step.results))
             values |= dict(zip(eqn.outvars, step.results, strict=True))
             steps.append(step)
         traced = [getattr(v.aval, "dtype", None) for v in jaxpr.invars]
@@ -225,7 +235,8 @@ class Planner:
             lists, uses = lists.inside(group), None
         elif lists.dtype is None:
             operands = [
-                value_of(v.aval)._replace(computed=o.computed) for v, o in zip(eqn.invars, operands, strict=True)
+                value_of(v.aval)._replace(computed=o.computed, made_of=o.made_of)
+                for v, o in zip(eqn.invars, operands, strict=True)
             ]
         uses = uses or (None,) * len(functions)
         plan_call = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(eqn.primitive.name, self._inside)
@@ -259,7 +270,7 @@ class Planner:
     def _while(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
         first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         cond_consts, consts = operands[:first], operands[first:second]
-        carry = [v._replace(const=None) for v in operands[second:]]
+        carry = [v._replace(const=None, made_of=DATA) for v in operands[second:]]
         if _stops_by_floats(functions[0][0], functions[1][0], first, len(carry)):
             carry = [v._replace(dtype=FLOAT32) if v.dtype in FLOATS else v for v in carry]
 
@@ -278,7 +289,7 @@ class Planner:
             v._replace(votes=inner.aval.ndim > 0) for v, inner in zip(operands, functions[0][0].invars, strict=True)
         ]
         consts, scanned = given[:n_consts], given[n_consts + n_carry :]
-        carry = [v._replace(const=None) for v in given[n_consts : n_consts + n_carry]]
+        carry = [v._replace(const=None, made_of=DATA) for v in given[n_consts : n_consts + n_carry]]
 
         def body(carry: list[Value]) -> Plan:
             return self.plan(functions[0], (*consts, *carry, *scanned), lists.within(0), uses[0])
@@ -351,8 +362,23 @@ def _of_repeats(step: Step, operands: list[Value]) -> Step:
     is_low = step.results and step.results[0].dtype in FLOATS and step.results[0].dtype != FLOAT32
     if step.how not in ("bind", "written") or not is_low:
         return step
-    repeats = any(is_repeated(step.eqn, i) and _is_input(v) for i, v in enumerate(operands))
-    return step._replace(how="repeat") if repeats else step
+    repeated = [i for i, v in enumerate(operands) if is_repeated(step.eqn, i) and (_is_input(v) or _is_weight(v))]
+    weights = tuple(i for i in repeated if _is_weight(operands[i]))
+    return step._replace(how="repeat", weights=weights) if repeated else step
+
+
+def _of_weights(step: Step, operands: list[Value]) -> Step:
+    """A product in 16 bits of data and a weight."""
+    is_product = step.eqn.primitive.name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS
+    if not is_product or step.how not in ("bind", "written") or callable(step.narrow):
+        return step
+    weights = tuple(i for i, v in enumerate(operands[:2]) if _is_weight(v) and operands[1 - i].made_of == DATA)
+    is_low = step.results[0].dtype in FLOATS and step.results[0].dtype != FLOAT32
+    return step._replace(how="multiply", weights=weights) if weights and is_low else step
+
+
+def _is_weight(v: Value) -> bool:
+    return v.dtype in FLOATS and v.made_of == WEIGHTS and v.const is None
 
 
 def _is_input(v: Value) -> bool:
@@ -376,14 +402,15 @@ def is_repeated(eqn: Any, i: int) -> bool:
 def _literal(literal: Any) -> Value:
     number = literal.val
     is_float = literal.aval.dtype in FLOATS
-    return Value(literal.aval.dtype, votes=False, const=float(number) if is_float and np.ndim(number) == 0 else None)
+    const = float(number) if is_float and np.ndim(number) == 0 else None
+    return Value(literal.aval.dtype, votes=False, const=const, made_of=CONSTANTS)
 
 
 def _is_change(step: Step) -> bool:
     if step.how == "written":
         return False
     return (
-        step.how in ("call", "repeat")
+        step.how in ("call", "repeat", "multiply")
         or callable(step.narrow)
         or any(
             cast is not None and cast != v.aval.dtype for cast, v in zip(step.operands, step.eqn.invars, strict=True)

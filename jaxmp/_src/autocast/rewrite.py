@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from jaxmp._src.autocast import (
     calls,
@@ -43,6 +44,7 @@ from jaxmp._src.autocast import (
     regions,
 )
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
+from jaxmp._src.base.by_identity import ByIdentity
 from jaxmp._src.programs import array_functions, haiku_frames
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -172,7 +174,32 @@ def by_region(fn: F) -> F:
     """
     reach.mark()
     lists = regions.current()
-    return fn if lists is None or lists.dtype is None or regions.is_tracing() else _wrap(fn, lists, None)
+    return fn if lists is None or not is_rewritten_here() else _wrap(fn, lists, None)
+
+
+def is_rewritten_here() -> bool:
+    """Whether a region rewrites what is called here."""
+    lists = regions.current()
+    return lists is not None and lists.dtype is not None and not regions.is_tracing()
+
+
+def with_float32_gradients(fn: F, params: PyTree) -> F:
+    """`by_region` of a function that gets `params`, widened to float32, as its first argument.
+
+    It computes what it computes with `params`, and the gradients of the widened params are products and sums in
+    float32: no rounding to 16 bits comes before the reduction over devices. Only where `is_rewritten_here`.
+    """
+    lists = regions.current()
+    assert lists is not None
+
+    def run(widened: PyTree, *args: Any) -> Any:
+        stored = ByIdentity()
+        for x, p in zip(jax.tree.leaves(widened), jax.tree.leaves(params), strict=True):
+            if is_float_array(x):
+                stored.set(x, p.dtype)
+        return _wrap(fn, lists, None, stored=stored)(widened, *args)
+
+    return run  # pyright: ignore[reportReturnType]
 
 
 def _is_dtype(fn: Any) -> bool:
@@ -197,7 +224,9 @@ def _inherited(lists: CastLists, dtype_too: bool) -> CastLists:
     return lists._replace(dtype=outer.dtype) if dtype_too else lists
 
 
-def _wrap(fn: Any, lists: CastLists, output_dtype: Any, *, inherits: bool = False) -> Any:
+def _wrap(
+    fn: Any, lists: CastLists, output_dtype: Any, *, inherits: bool = False, stored: ByIdentity | None = None
+) -> Any:
     if isinstance(fn, type):
         raise TypeError(f"autocast: decorate the __call__ of {fn.__name__} or a function that calls it, not the class")
 
@@ -207,7 +236,8 @@ def _wrap(fn: Any, lists: CastLists, output_dtype: Any, *, inherits: bool = Fals
         here = _inherited(lists, inherits)
 
         def rewritten(fn: Any) -> Any:
-            return lambda *args, **kwargs: flax_layers.call(fn, lambda pure: _rewritten(pure, here), args, kwargs)
+            run = functools.partial(_rewritten, lists=here, stored=stored)
+            return lambda *args, **kwargs: flax_layers.call(fn, run, args, kwargs)
 
         if here.dtype is None:
             out = rewritten(fn)(*args, **kwargs)
@@ -230,14 +260,14 @@ def is_autocast(fn: Any) -> bool:
     return getattr(fn, "is_autocast", False) is True
 
 
-def _rewritten(fn: Callable[..., Any], lists: CastLists) -> Callable[..., Any]:
+def _rewritten(fn: Callable[..., Any], lists: CastLists, stored: ByIdentity | None) -> Callable[..., Any]:
     """A function of pytrees, traced, planned and run anew."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if lists.dtype is None:
             with regions.region(lists):
                 return fn(*args, **kwargs)
-        traced = Traced(fn, lists, args, kwargs)
+        traced = Traced(fn, lists, args, kwargs, stored)
         plan = narrow_matmuls.plan(traced.planner, (traced.jaxpr, traced.consts), traced.inputs, lists)
         with regions.rewritten():
             runner = plan_runner.PlanRunner(traced.planner, calls.CALLS)
@@ -247,9 +277,14 @@ def _rewritten(fn: Callable[..., Any], lists: CastLists) -> Callable[..., Any]:
 
 
 class Traced(array_functions.Traced):
-    """A function as it was traced for a rewrite: in float32, and its float inputs in the dtypes they have."""
+    """A function as it was traced for a rewrite: in float32, and its float inputs in the dtypes they have.
 
-    def __init__(self, fn: Callable[..., Any], lists: CastLists, args: Any, kwargs: Any):
+    `stored` has the dtypes of params that were widened to float32, for the sake of their gradients.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], lists: CastLists, args: Any, kwargs: Any, stored: ByIdentity | None = None
+    ):
         super().__init__(
             fn,
             args,
@@ -260,7 +295,11 @@ class Traced(array_functions.Traced):
             # Always in float32: with 16-bit params it must be the same function.
             as_traced=lambda aval: aval.update(dtype=np.dtype(np.float32)),
         )
-        self.inputs = tuple(planner.value_of(aval) for aval in self.avals)
+        dtypes = [None if stored is None else stored.get(x) for x in self.values]
+        self.inputs = tuple(
+            value if dtype is None else value._replace(dtype=dtype, made_of=planner.WEIGHTS)
+            for value, dtype in zip(map(planner.value_of, self.avals), dtypes, strict=True)
+        )
         self.planner = planner.Planner()
 
 

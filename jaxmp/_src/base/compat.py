@@ -11,6 +11,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 from flax.linen import fp8_ops
+from jax.interpreters import ad
 from jaxtyping import Array
 
 from pallas_kernels import backend
@@ -60,6 +61,16 @@ def literal_of(tracer: Any) -> Any:
     """The constant that a tracer stands for, or None."""
     value = getattr(tracer, "val", None)
     return value.val if isinstance(value, jax.extend.core.Literal) else None
+
+
+def transposed(primitive: Any, g: Array, others: Any, i: int, aval: Any, params: Any) -> Array:
+    """The gradient of operand `i` of a product that is linear in it, by jax's own rule, with the type `aval`.
+
+    `others` are the other operands, `params` those of the product that the rule binds: they may name another
+    `preferred_element_type` than the dtype of `g`.
+    """
+    given = (*others[:i], ad.UndefinedPrimal(aval), *others[i:])
+    return ad.instantiate_zeros(ad.primitive_transposes[primitive](g, *given, **params)[i])
 
 
 def max_dtype(*, marks_fp8: bool = False) -> Any:

@@ -151,7 +151,7 @@ class Traced:
             self._out = with_values(out, self._arrays, [None] * len(self._arrays))  # no value of this trace is kept
             return [out[i] for i in self._arrays]
 
-        self.values = [jnp.asarray(x) for x in inputs.values]
+        self.values = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in inputs.values]
         self.avals = [jax.typeof(x) for x in self.values]
         self.paths = tuple(inputs.paths)
         with context:

@@ -14,6 +14,9 @@ Some leaves should stay in float32 in every model: the gains of norms, a router,
 path, `keep_fp32=("*norm*",)`; such a leaf has one copy only and is its own master. Under the policy, a flax layer whose
 params are all named computes in float32, too.
 
+`reduce_dtype="float32"` says that devices sum gradients in float32. Under plain jit XLA sums them where the backward
+pass makes them, in the dtype they have there: with it, `value_and_grad` makes the gradients of weights in float32.
+
 The vocabulary is that of jmp (https://github.com/google-deepmind/jmp); jmp's strings and Policy objects work too. So do
 names of other systems for float32 params and 16-bit computation ("16-mixed", "mixed_bfloat16"). If jaxmp does not
 support what a name means, it raises an error with the name to use.
@@ -91,6 +94,8 @@ class Policy(jmp.Policy):
       matmul_precision: precision of float32 matmuls inside `default_matmul_precision()`; None leaves jax's own.
       recipe: fp8 recipe of the policy's matmuls, a `DelayedScaling()` for "fp8"; None: no fp8.
       fp8_weights: whether kernels of fp8 layers are stored in fp8; see `get_policy`.
+      reduce_dtype: float32, or None, in which `value_and_grad` makes gradients, so that devices sum them in it; None:
+        in the compute dtype. `"auto"` becomes float32 for float32 params and 16-bit computation without fp8, else None.
 
     Example:
       >>> policy = get_policy("fp16", keep_fp32=("*norm*",))
@@ -104,6 +109,7 @@ class Policy(jmp.Policy):
     recipe: Any = None
     fp8_weights: bool = False
     says_keep_fp32: bool = dataclasses.field(default=False, compare=False)
+    reduce_dtype: Any = "auto"
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
@@ -116,13 +122,47 @@ class Policy(jmp.Policy):
             object.__setattr__(self, field, dtype)
         object.__setattr__(self, "keep_fp32", tree_paths.patterns_of(self.keep_fp32))
         object.__setattr__(self, "says_keep_fp32", self.says_keep_fp32 or bool(self.keep_fp32))
+        object.__setattr__(self, "reduce_dtype", self._checked_reduce_dtype())
+
+    def _checked_reduce_dtype(self) -> Any:
+        """float32 or None, from what was given."""
+        given = self.reduce_dtype
+        if isinstance(given, str) and given == "auto":
+            return self._usual_reduce_dtype()
+        if given is None:
+            return None
+        if formats.DTYPES.get(str(given), given) not in ("float32", np.float32, np.dtype(np.float32)):
+            raise ValueError(
+                f"a policy's reduce_dtype must be float32, or None for the dtype in which the backward pass computes; "
+                f"got {given!r}."
+            )
+        if self.recipe is not None:
+            raise ValueError(
+                f"fp8 layers make the gradients of their kernels in the compute dtype, so a policy with a recipe has "
+                f"no reduce_dtype; got reduce_dtype={given!r} with {self.recipe!r}. Leave it out (reduce_dtype=None), "
+                f"or reduce in jax.shard_map by jaxmp.reduce_gradients(dtype=jnp.float32)."
+            )
+        if self.param_dtype.itemsize == 2 and not self.computes_in_16_bits:
+            raise ValueError(
+                f"reduce_dtype is for policies that compute in 16 bits; got reduce_dtype={given!r} with params in "
+                f"{self.param_dtype} and computation in {self.compute_dtype}. Store the params in float32 too."
+            )
+        return np.dtype(np.float32)
+
+    def _usual_reduce_dtype(self) -> Any:
+        is_mixed = self.param_dtype == jnp.float32 and self.computes_in_16_bits and self.recipe is None
+        return np.dtype(np.float32) if is_mixed else None
 
     def __str__(self) -> str:
         text = f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
         others = (field for field in dataclasses.fields(self) if field.name in Policy.__annotations__ and field.compare)
         shown = {
-            field.name: getattr(self, field.name) for field in others if getattr(self, field.name) != field.default
+            field.name: getattr(self, field.name)
+            for field in others
+            if field.name != "reduce_dtype" and getattr(self, field.name) != field.default
         }
+        if self.reduce_dtype != self._usual_reduce_dtype():
+            shown["reduce_dtype"] = None if self.reduce_dtype is None else self.reduce_dtype.name
         return text + "".join(f" {name}={value!r}" for name, value in shown.items())
 
     @property
@@ -208,7 +248,11 @@ class Policy(jmp.Policy):
 
 
 def get_policy(
-    policy: str | jmp.Policy, *, keep_fp32: str | Sequence[str] | None = None, fp8_weights: bool = False
+    policy: str | jmp.Policy,
+    *,
+    keep_fp32: str | Sequence[str] | None = None,
+    fp8_weights: bool = False,
+    reduce_dtype: Any = "auto",
 ) -> Policy:
     """The policy of a name, a jmp string or a jmp policy.
 
@@ -222,26 +266,37 @@ def get_policy(
         tells of layers with `dtype=float32` that compute in 16 bits.
       fp8_weights: whether `cast_to_param` stores the kernels of layers with delayed fp8 scaling in fp8, one byte per
         weight. They then have float32 masters and bfloat16 gradients, and only `jaxmp.apply_gradients` can write them.
+      reduce_dtype: float32: `value_and_grad` makes the gradients of weights in float32 (the products of 16-bit
+        matrices, and sums over rows), so that devices sum them in float32: XLA under plain jit, and your own `pmean` in
+        `jax.shard_map`. It returns float32 gradients, which take 2 more bytes for each 16-bit param, and an all-reduce
+        moves twice the bytes of 16 bits. None: in the dtype in which the backward pass computes. `"auto"`: float32 if
+        the params are float32 and the computation is in 16 bits, without fp8 (`"bf16-mixed"`, `"16-mixed"`); for a
+        `Policy` its own; else None.
 
     Returns:
       A `Policy`.
 
     Raises:
       ValueError: an unknown name, or one that means what jaxmp does not do (`"16-true"`: no masters), with the name to
-        use; a dtype that is no float of 16 bits or more; params or computation in float64.
+        use; a dtype that is no float of 16 bits or more; params or computation in float64; another `reduce_dtype`, or
+        one with a recipe of fp8, or with 16-bit params of a policy that computes in float32.
       TypeError: `policy` is neither a string nor a policy.
 
     Example:
       >>> str(get_policy("bf16"))
       'params=bfloat16,compute=bfloat16,output=float32'
-      >>> str(get_policy("params=float32,compute=float16,output=float32").compute_dtype)
-      'float16'
+      >>> print(get_policy("bf16", reduce_dtype="float32"))
+      params=bfloat16,compute=bfloat16,output=float32 reduce_dtype='float32'
+      >>> print(get_policy("bf16-mixed").reduce_dtype, get_policy("bf16").reduce_dtype)
+      float32 None
       >>> get_policy("bf16-mixed") == get_policy("params=float32,compute=bfloat16,output=float32")
       True
     """
     made = _made_from(policy, () if keep_fp32 is None else tree_paths.patterns_of(keep_fp32), fp8_weights)
     if keep_fp32 is not None:
         made = dataclasses.replace(made, says_keep_fp32=True)
+    if not (isinstance(reduce_dtype, str) and reduce_dtype == "auto"):
+        made = dataclasses.replace(made, reduce_dtype=reduce_dtype)
     if jnp.float64 in (made.param_dtype, made.compute_dtype):
         raise ValueError(
             f"a policy trains in float16, bfloat16 or float32: gradients are unscaled, and the optimizer runs, in "

@@ -10,7 +10,9 @@
 3.  With `accumulate=k` the batch is cut into k microbatches. `lax.scan` runs over them, and their gradients are summed
     in float32: L = (1/k) sum_i L_i, each L_i scaled by S/k before differentiation, as in Megatron-LM. All k
     microbatches have one scale and one decision.
-4. With `policy=`, the loss runs under the policy, forward and backward (`policy_regions`).
+4. With `policy=`, the loss runs under the policy, forward and backward (`policy_regions`). With its
+    `reduce_dtype="float32"` the gradients of weights are products and sums in float32, and 16-bit params are widened
+    before they are differentiated: no rounding to 16 bits comes before the reduction over devices.
 
 The gradients stay scaled. `unscale_and_skip` must unscale them with the scale that scaled them, so it reads the
 `opt_state` that is passed here.
@@ -35,6 +37,7 @@ from jaxmp._src.devices import collectives
 from jaxmp._src.distributed import gathered_params
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.fp8.gradients import Check, Fp8Gradients, warn_of_unmoved_scales
+from jaxmp._src.numerics import casting
 from jaxmp._src.step import carried_arguments, policy_regions, state as states
 from jaxmp._src.step.microbatches import check_accumulate, resolve_argnums, split_arguments
 from jaxmp._src.step.policy import Policy, get_policy
@@ -109,7 +112,7 @@ def value_and_grad(
       `shared_loss_scale`, or a TrainState, giving `(loss, grads)` or `((loss, aux), grads)`:
       loss: float32[], unscaled, of this device; the mean over the microbatches.
       grads: like the arguments in `argnums`, multiplied by the loss scale; in the params' dtypes, or float32 with
-        `accumulate` > 1.
+        `accumulate` > 1 or a policy with `reduce_dtype="float32"` (2 more bytes for each 16-bit param).
       aux: with `accumulate` > 1, stacked along a new leading axis [k], except for what `carry_argnum` carries.
 
     Raises:
@@ -231,7 +234,12 @@ def scaled_value_and_grad(
     fp8 = Fp8Gradients(own_params, gradient_scale, keep_kernels=keep_fp8_weights)
 
     with policy_regions.around_loss(policy, is_default=is_default), ambient.noting() as notes:
-        loss_in_region = rewrite.by_region(loss_fn)
+        widens = policy is not None and policy.reduce_dtype is not None and rewrite.is_rewritten_here()
+        if widens:
+            loss_in_region = rewrite.with_float32_gradients(loss_fn, own_params)
+            trained = jax.tree.map(_widened, own_params)
+        else:
+            loss_in_region, trained = rewrite.by_region(loss_fn), own_params
 
         def scaled_loss(params: PyTree, carry: PyTree, batch: PyTree) -> Any:
             loss, aux, carry = loss_in_region(params, carry, batch)
@@ -255,7 +263,7 @@ def scaled_value_and_grad(
 
         grad = fp8.grad(scaled_loss, differentiated)
         run = _one_batch if k == 1 else _microbatches
-        loss, aux, carry, grads = run(fp8, grad, own_params, carry, batches)
+        loss, aux, carry, grads = run(fp8, grad, trained, carry, batches)
     warn_of_unmoved_scales(notes.unmoved_scales)
     gathered_params.lift(notes)
     return loss, aux, carry, fp8.over_devices(grads, params)
@@ -299,6 +307,10 @@ def _microbatches(
     zeros = jax.tree.map(_zeros_like_float32, params)
     (grads, carry), (losses, aux) = lax.scan(add_one, (fp8.nothing(zeros), carry), batches)
     return jnp.sum(losses) * np.float32(1.0 / len(losses)), aux, carry, grads
+
+
+def _widened(x: Any) -> Any:
+    return x.astype(jnp.float32) if casting.is_low_precision(x.dtype) else x
 
 
 def _zeros_like_float32(x: Array) -> Array:
