@@ -134,6 +134,17 @@ def test_under_vmap_the_default_runs_with_the_name_of_the_axis():
     assert_exact(mixed(x, jnp.float32(2.0)), (2 * x, jnp.full(2, 2.0)))
 
 
+def test_ways_that_can_be_mapped_run_under_vmap_and_keep_their_derivative():
+    f = lambda x, y: by_platform(lambda x, y: x @ y, x, y, cuda=lambda _, x, y: jnp.sin(x) @ y, maps=True)  # noqa: E731
+    x, y = jnp.arange(12.0).reshape(2, 2, 3), jnp.ones((3, 2))
+    run = jax.vmap(jax.vmap(f, in_axes=(0, None)), in_axes=(0, 1))
+    for platform in PLATFORMS:
+        text = text_for(run, x, y, platform=platform)
+        assert branches(text) == 0 and ("sine" in text) == (platform == "cuda")
+    found = jax.grad(lambda x: jnp.sum(run(x, y)))(x)
+    assert_exact(found, jnp.ones_like(x))
+
+
 def test_the_jaxpr_does_not_depend_on_the_backend(monkeypatch):
     """The same traced program serves every platform; its text names the platforms alone."""
 

@@ -4,8 +4,7 @@ A function casts a value at most once to each dtype, even if many operations rea
 calls are ordinary JAX: they can be differentiated, batched, compiled and rewritten again.
 
 A weight whose gradient is reduced in float32 has a second, float32 array (`_Wide`). An operation that reads the weight
-in 16 bits computes with the 16-bit array, and returns a float32 gradient to the other. The program of the forward pass
-stays what it is: nothing reads the numbers of the float32 array.
+in 16 bits computes with the 16-bit array, and returns a float32 gradient to the other, whose numbers nobody reads.
 """
 
 import contextlib
@@ -61,11 +60,11 @@ class PlanRunner:
             eqn = step.eqn
             operands = [
                 read(v, dtype, None if isinstance(v, core.Literal) else known.get(v)) if x is None else x
-                for v, dtype, x in zip(eqn.invars, step.operands, wide.operands(step, known), strict=True)
+                for v, dtype, x in zip(eqn.invars, step.operands, wide.entering(step, known), strict=True)
             ]
             # An operation that runs as it was written sets its own name.
             with contextlib.nullcontext() if step.how == "written" else jaxprs.where(eqn, regions.scope_of(eqn)):
-                results = self._run_step(step, operands)
+                results = self._run_step(step, operands, wide.of_weights(step))
                 pairs = zip(eqn.outvars, results, strict=True)
                 results = [roundings.rounded(x) if v in plan.rounded else x for v, x in pairs]
             held |= dict(zip(eqn.outvars, results, strict=True))
@@ -73,7 +72,7 @@ class PlanRunner:
             wide.follow(step, held)
         return [read(v, None, None) for v in jaxpr.outvars]
 
-    def _run_step(self, step: Step, operands: list[Any]) -> list[Any]:
+    def _run_step(self, step: Step, operands: list[Any], wide: dict[int, Any]) -> list[Any]:
         eqn = step.eqn
         if step.how == "same":
             return operands
@@ -84,9 +83,9 @@ class PlanRunner:
         if step.how == "again":
             return [vmap_rules.call(eqn.params["fun"], eqn.params["rule"], *operands)]
         if step.how == "repeat":
-            return [_repeated(step, operands)]
+            return [_repeated(step, operands, wide)]
         if step.how == "multiply":
-            return [_multiplied(step, operands)]
+            return [_multiplied(step, operands, wide)]
         if callable(step.narrow):
             return [cast(step.narrow(*operands, step.results[0].dtype, eqn.params), step.results[0].dtype)]
         if step.how == "once":
@@ -105,13 +104,19 @@ class _Wide:
         given = zip(plan.jaxpr.invars, values, plan.inputs, strict=True)
         self._arrays = {v: x for v, x, i in given if i.made_of == WEIGHTS and getattr(x, "dtype", None) == FLOAT32}
 
-    def operands(self, step: Step, known: dict[Any, Value]) -> list[Any]:
-        """The float32 arrays that a step takes in place of those that are held; None: it takes what is held."""
+    def of_weights(self, step: Step) -> dict[int, Any]:
+        """Those of the weights of a step, by operand."""
+        variables = {i: step.eqn.invars[i] for i in step.weights}
+        return {i: self._arrays[v] for i, v in variables.items() if v in self._arrays}
+
+    def entering(self, step: Step, known: dict[Any, Value]) -> list[Any]:
+        """Those that enter a function in a step in place of what is held; None: what is held enters."""
         variables = [None if isinstance(v, core.Literal) else v for v in step.eqn.invars]
-        takes = step.weights
-        if step.how == "call" and self._arrays:
-            takes = [i for i, v in enumerate(variables) if v in self._arrays and _enters_wide(step, i, known[v])]
-        return [self._arrays.get(v) if i in takes else None for i, v in enumerate(variables)]
+        if step.how != "call" or not self._arrays:
+            return [None] * len(variables)
+        found = ((i, v) for i, v in enumerate(variables) if v in self._arrays)
+        enters = {i for i, v in found if _enters_wide(step, i, known[v])}
+        return [self._arrays[v] if i in enters else None for i, v in enumerate(variables)]
 
     def follow(self, step: Step, held: dict[Any, Any]) -> None:
         """Notes the result of a step that was made of weights."""
@@ -193,50 +198,54 @@ def _is_linear(eqn: Any) -> bool:
     return eqn.primitive.name in ("add", "sub", "add_any") or eqn.outvars[0].aval.dtype not in FLOATS
 
 
-def _repeated(step: Step, operands: list[Any]) -> Any:
-    """An operation that repeats a 16-bit operand. Its gradient is summed in float32: in bfloat16, 256 + 1 is 256."""
+def _repeated(step: Step, operands: list[Any], wide: dict[int, Any]) -> Any:
+    """An operation that repeats a 16-bit operand. Its gradient is summed in float32: in bfloat16, 256 + 1 is 256.
+
+    `wide` has the float32 arrays that get the gradients of some operands, without a rounding.
+    """
     eqn, dtype = step.eqn, step.results[0].dtype
 
     def of_operand(i: int, operands: Any) -> Any:
         return lambda x: eqn.primitive.bind(*operands[:i], x, *operands[i + 1 :], **eqn.params)
 
     def tangent_of(i: int, operands: Any, tangent: Any) -> Any:
-        operands = [cast(x, dtype) if x.dtype in FLOATS else x for x in operands]
         if is_repeated(eqn, i):
             operands = [lax.convert_element_type(x, jnp.float32) if x.dtype in FLOATS else x for x in operands]
             tangent = lax.convert_element_type(tangent, jnp.float32)
         _, out = jax.jvp(of_operand(i, operands), (operands[i],), (tangent,))
         return lax.convert_element_type(out, dtype)
 
-    @jax.custom_jvp
-    def run(*operands: Any) -> Any:
-        return eqn.primitive.bind(*(cast(x, dtype) if x.dtype in FLOATS else x for x in operands), **eqn.params)
+    count = len(operands)
+    run = jax.custom_jvp(lambda *given: eqn.primitive.bind(*given[:count], **eqn.params))
+    places = [*range(count), *wide]
 
     @functools.partial(run.defjvp, symbolic_zeros=True)
     def derivative(primals: Any, tangents: Any) -> Any:
-        moved = [i for i, t in enumerate(tangents) if not isinstance(t, jax.custom_derivatives.SymbolicZero)]
-        return run(*primals), functools.reduce(lax.add, [tangent_of(i, primals, tangents[i]) for i in moved])
+        is_zero = [isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents]
+        moved = [i for i, zero in enumerate(is_zero) if not zero and i not in wide]
+        found = [tangent_of(places[i], primals[:count], tangents[i]) for i in moved]
+        out = run(*primals)
+        return out, functools.reduce(lax.add, found) if found else jnp.zeros_like(out)
 
-    return run(*operands)
+    return run(*operands, *wide.values())
 
 
-def _multiplied(step: Step, operands: list[Any]) -> Any:
-    """A product of 16-bit data with a weight, whose gradient is a product in float32: XLA reduces it in that dtype."""
-    eqn, dtype = step.eqn, step.results[0].dtype
-    types = [jax.typeof(x) for x in operands]
-    params = _params(step)
+def _multiplied(step: Step, operands: list[Any], wide: dict[int, Any]) -> Any:
+    """A product of 16-bit data with a weight, whose gradient is a product in float32: XLA reduces it in that dtype.
 
-    def low(operands: Any) -> list[Any]:
-        return [cast(x, dtype) if i in step.weights else x for i, x in enumerate(operands)]
+    `wide` has the float32 array that gets the gradient; without one it is rounded.
+    """
+    eqn, params, count = step.eqn, _params(step), len(operands)
+    types = [jax.typeof(wide.get(i, x)) for i, x in enumerate(operands)]
 
     def gradient(i: int, operands: Any, g: Any) -> Any:
         others = [x for k, x in enumerate(operands) if k != i]
         if i not in step.weights:
             return compat.transposed(eqn.primitive, g, others, i, types[i], params)
-        wide = params | {"preferred_element_type": np.dtype(np.float32)}
+        in_float32 = params | {"preferred_element_type": np.dtype(np.float32)}
 
         def product(g: Any, *others: Any) -> Any:
-            return compat.transposed(eqn.primitive, g, others, i, types[i], wide)
+            return compat.transposed(eqn.primitive, g, others, i, types[i], in_float32)
 
         def widened(_: Any, *given: Any) -> Any:  # XLA for CPU has no such product for some layouts, and fails
             return product(*(x.astype(jnp.float32) if x.dtype in FLOATS else x for x in given))
@@ -244,18 +253,19 @@ def _multiplied(step: Step, operands: list[Any]) -> Any:
         return by_platform(product, g, *others, cpu=widened, derivative="cpu", maps=True)
 
     @jax.custom_vjp
-    def run(*operands: Any) -> Any:
-        return eqn.primitive.bind(*low(operands), **params)
+    def run(*given: Any) -> Any:
+        return eqn.primitive.bind(*given[:count], **params)
 
-    def forward(*operands: Any) -> Any:
-        kept = low(operands)
-        return eqn.primitive.bind(*kept, **params), kept
+    def forward(*given: Any) -> Any:
+        return eqn.primitive.bind(*given[:count], **params), given[:count]
 
     def backward(kept: Any, g: Any) -> Any:
-        return (gradient(0, kept, g), gradient(1, kept, g), *(None for _ in kept[2:]))
+        found = [gradient(i, kept, g) for i in (0, 1)]
+        own = (None if i in wide else x for i, x in enumerate(found))
+        return (*own, *(None for _ in kept[2:]), *(found[i] for i in wide))
 
     run.defvjp(forward, backward)
-    return run(*operands)
+    return run(*operands, *wide.values())
 
 
 _SCATTERS = {
