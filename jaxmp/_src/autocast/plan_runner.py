@@ -257,14 +257,19 @@ def _multiplied(step: Step, operands: list[Any], wide: dict[int, Any]) -> Any:
         return eqn.primitive.bind(*given[:count], **params)
 
     def forward(*given: Any) -> Any:
-        return eqn.primitive.bind(*given[:count], **params), given[:count]
+        kept = [x.value for x in given[:count]]
+        moves = [() if x.perturbed else None for x in given]  # both hold no array
+        return eqn.primitive.bind(*kept, **params), (kept, moves)
 
-    def backward(kept: Any, g: Any) -> Any:
-        found = [gradient(i, kept, g) for i in (0, 1)]
-        own = (None if i in wide else x for i, x in enumerate(found))
-        return (*own, *(None for _ in kept[2:]), *(found[i] for i in wide))
+    def backward(residuals: Any, g: Any) -> Any:
+        kept, moves = residuals
+        gets = [i if i < 2 and i not in wide else None for i in range(count)] + list(wide)
+        if isinstance(g, jax.custom_derivatives.SymbolicZero):
+            return (None,) * len(gets)
+        pairs = zip(gets, moves, strict=True)
+        return tuple(None if i is None or moved is None else gradient(i, kept, g) for i, moved in pairs)
 
-    run.defvjp(forward, backward)
+    run.defvjp(forward, backward, symbolic_zeros=True)
     return run(*operands, *wide.values())
 
 
