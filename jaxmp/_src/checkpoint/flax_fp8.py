@@ -20,7 +20,7 @@ from jaxtyping import Array, PyTree
 
 from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.checkpoint import fp8_history
-from jaxmp._src.fp8 import recipes, scale_leaves
+from jaxmp._src.fp8 import scale_equations, scale_leaves
 from jaxmp._src.numerics import float_bits
 from jaxmp._src.step import state as states, state_arrays
 
@@ -85,8 +85,8 @@ def import_flax_fp8(
         history = history / np.float32(loss_scale) if is_gradient else history
         last = 1.0 / scale * (np.float32(loss_scale) if is_gradient else np.float32(1.0))
         if holds_log2:
-            last = recipes.scale_from_amax(1.0 / last, 1.0, fallback=1.0)  # rounded down to a power of two
-        new = recipes.scale_from_amax(
+            last = scale_equations.scale_from_amax(1.0 / last, 1.0, fallback=1.0)  # rounded down to a power of two
+        new = scale_equations.scale_from_amax(
             jnp.max(history, axis=0), float(jnp.finfo(dtype).max), fallback=last, power_of_two=holds_log2
         )
         leaf = float_bits.log2_of_power_of_two(new) if holds_log2 else new

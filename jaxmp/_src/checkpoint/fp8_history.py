@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base.warn import warn
 from jaxmp._src.checkpoint.job_leaves import Saved
-from jaxmp._src.fp8 import recipes, scale_leaves
+from jaxmp._src.fp8 import recipes, scale_equations, scale_leaves
 from jaxmp._src.numerics import float_bits
 from jaxmp._src.step import state_paths
 from jaxmp._src.step.state_paths import StatePath
@@ -65,7 +65,7 @@ def scale_leaf(path: str, like: Any, histories: Histories | None) -> Float[Array
     _, dtype, holds_log2 = scale_leaves.format_of(path)
     history = (histories or {}).get(key_of(path), jnp.zeros((1, 1), jnp.float32))
     largest = jnp.max(jnp.where(jnp.isfinite(history), history, 0.0), axis=0)
-    scale = recipes.scale_from_amax(largest, float(jnp.finfo(dtype).max), fallback=1.0, power_of_two=holds_log2)
+    scale = scale_equations.scale_from_amax(largest, float(jnp.finfo(dtype).max), fallback=1.0, power_of_two=holds_log2)
     leaf = float_bits.log2_of_power_of_two(scale) if holds_log2 else scale
     return leaf.reshape(like.shape) if leaf.size == math.prod(like.shape) else jnp.full(like.shape, leaf[0])
 

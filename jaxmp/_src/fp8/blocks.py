@@ -30,7 +30,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
-from jaxmp._src.fp8 import recipes
+from jaxmp._src.fp8 import scale_equations
+from jaxmp._src.fp8.scheme import Recipe
 from jaxmp._src.numerics import casting, float_bits
 
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -49,7 +50,8 @@ class Blocks(NamedTuple):
     scale_inv: Float[Array, "..."]
 
 
-class BlockRecipe:
+@dataclasses.dataclass(frozen=True)
+class BlockRecipe(Recipe):
     """A recipe with a scale for each block of elements that a matrix product sums; `block_matmul` multiplies them.
 
     Attributes:
@@ -75,10 +77,10 @@ class _Fp8Blocks(BlockRecipe):
 
     _scale_inv_dtype: ClassVar[Any]
 
-    fp8_format: recipes.Format = "E4M3"
+    fp8_format: scale_equations.Format = "E4M3"
 
     def __post_init__(self) -> None:
-        recipes.check_format(self.fp8_format)
+        scale_equations.check_format(self.fp8_format)
 
     def _scales(self, amax: Float[Array, "..."], dtype: Any, given: Any) -> tuple[Array, Array]:
         """(scale in float32, scale_inv as it is stored) of blocks, for a cast to `dtype` of a tensor in `given`."""
@@ -91,7 +93,7 @@ class _Fp8Blocks(BlockRecipe):
           >>> BlockScaling().dtype().__name__
           'float8_e4m3fn'
         """
-        return recipes.dtype_of(self.fp8_format, backward=backward)
+        return scale_equations.dtype_of(self.fp8_format, backward=backward)
 
     def quantize(self, x: Float[Array, "..."], *, axis: int | tuple[int, ...] = -1, backward: bool = False) -> Blocks:
         """`x` in fp8 with a scale for each block.
@@ -162,7 +164,7 @@ class _Float32Scales(_Fp8Blocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        recipes.check_epsilon(self.amax_epsilon)
+        scale_equations.check_epsilon(self.amax_epsilon)
 
     @property
     def exact_dtype(self) -> Any:
@@ -171,7 +173,7 @@ class _Float32Scales(_Fp8Blocks):
     def _scales(self, amax: Float[Array, "..."], dtype: Any, given: Any) -> tuple[Array, Array]:
         # A quotient that is inf becomes the largest number of the dtype of x, as in TransformerEngine.
         overflow = min(float(jnp.finfo(given).max), float(np.finfo(np.float32).max))
-        scale = recipes.current_scale(
+        scale = scale_equations.current_scale(
             amax, dtype, power_of_two=self.power_of_two, amax_epsilon=self.amax_epsilon, overflow=overflow
         )
         return scale, float_bits.quotient(1.0, scale)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import compat, vmap_rules
 from jaxmp._src.devices import collectives, shardings
-from jaxmp._src.fp8 import gemms, matmul, norms, operands, padding, recipes, remat, scale_leaves, shared_scales
+from jaxmp._src.fp8 import gemms, matmul, norms, operands, padding, remat, scale_leaves, shared_scales
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
 from jaxmp._src.fp8.first_derivatives import in_reverse, once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
@@ -93,7 +93,7 @@ def gated_mlp(
       Shazeer 2020, "GLU Variants Improve Transformer" (arXiv 2002.05202); TransformerEngine's LayerNormMLP.
     """
     weights = (gate, up, down)
-    if scales is None or not isinstance(recipe, recipes.DelayedScaling) or _why_not_at_once(x, weights):
+    if scales is None or not recipe.has_state or _why_not_at_once(x, weights):
 
         def dot(x: Array, w: Array, name: str) -> Array:
             leaves = None if scales is None else getattr(scales, name)

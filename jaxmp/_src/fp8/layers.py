@@ -20,10 +20,8 @@ from jaxmp._src.fp8 import (
     shared_scales,
     stored_kernels,
 )
-from jaxmp._src.fp8.blocks import BlockRecipe
 from jaxmp._src.fp8.gated_mlp import GatedScales
-from jaxmp._src.fp8.nvfp4 import NVFP4
-from jaxmp._src.fp8.recipes import CurrentScaling, DelayedScaling
+from jaxmp._src.fp8.scheme import Recipe
 
 Filter = Callable[[str, Any], bool] | Sequence[str] | None
 
@@ -48,22 +46,6 @@ def calibrating() -> contextlib.AbstractContextManager[Any]:
     return ambient.FP8_CALIBRATING(True)
 
 
-def leaves_of(recipe: Any) -> dict[str, float]:
-    """Names and initial values of the scale leaves of a layer with this recipe; empty for stateless recipes."""
-    if not isinstance(recipe, DelayedScaling):
-        return {}
-    names = [
-        scale_leaves.leaf_name(operand, recipe.dtype(backward=operand == "grad"), power_of_two=recipe.power_of_two)
-        for operand in matmul.Scales._fields
-    ]
-    return dict.fromkeys(names, 0.0 if recipe.power_of_two else 1.0)
-
-
-def rounds_at_random(recipe: Any) -> bool:
-    """Whether a layer with this recipe draws random numbers for its backward pass."""
-    return isinstance(recipe, NVFP4) and recipe.stochastic_rounding
-
-
 ROUNDING = "rounding"  # the name of these random numbers, as "dropout" is that of Dropout's
 
 
@@ -80,7 +62,7 @@ def dot_general(
     layer: str | None = None,
     key: Array | None = None,
 ) -> Float[Array, "..."]:
-    """The product of a layer: in fp8 if fp8 is on, else in the dtype of its result. For `leaves` see `leaves_of`."""
+    """The product of a layer: in fp8 if fp8 is on, else in the dtype of its result. `leaves`: see `Recipe.leaves`."""
     scales = matmul.Scales(*leaves) if leaves else None
     if is_enabled():
         return matmul.dot_general(
@@ -265,7 +247,7 @@ def recipe_at(recipe: Any, path: str) -> Any:
 def check_recipe(recipe: Any) -> None:
     """Raises a TypeError unless `recipe` is a recipe or a dict of recipes."""
     for part in scale_leaves.recipes_of(recipe).values():
-        if not isinstance(part, DelayedScaling | CurrentScaling | BlockRecipe):
+        if not isinstance(part, Recipe):
             raise TypeError(
                 f"a recipe is jaxmp.fp8.DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling(), MXFP8(), "
                 f"NVFP4() or a dict from path patterns to them; got {part!r}. Layers are chosen by filter=."

@@ -194,14 +194,14 @@ def _as_stored(module: nn.Module, rhs: Array) -> Array:
 
 def rounding_key(module: Any) -> Array | None:
     """A key for stochastic rounding by the recipe of `module`; None if it needs none, or was given no such stream."""
-    draws = layers.rounds_at_random(module.recipe) and module.has_rng(layers.ROUNDING)
+    draws = module.recipe.rounds_at_random and module.has_rng(layers.ROUNDING)
     return module.make_rng(layers.ROUNDING) if draws else None
 
 
 def leaves_of(module: Any) -> list[Array]:
     """The scale leaves of `module`, by its recipe."""
     try:
-        return [module.param(name, _filled, start) for name, start in layers.leaves_of(module.recipe).items()]
+        return [module.param(name, _filled, start) for name, start in module.recipe.leaves().items()]
     except flax.errors.ScopeParamNotFoundError as e:
         e.add_note(
             f"jaxmp: the fp8 layer {'/'.join(module.path)} finds no scales in the params. Initialize the model as it "

@@ -34,7 +34,6 @@ from jaxmp._src.fp8 import (
     norms,
     operands,
     padding,
-    recipes,
     remat,
     scale_leaves,
     shared_scales,
@@ -163,7 +162,7 @@ def dot_general(
     lhs, rhs = compat.as_varying(lhs, axes), compat.as_varying(rhs, axes)
     contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
     product = _Product(recipe, contract, batch, run_dtype, out_sharding, activation, own_amax)
-    seeds = [] if key is None or not isinstance(recipe, block_matmul.Recipe) else [block_matmul.seed_of(key)]
+    seeds = [] if key is None or not recipe.rounds_at_random else [block_matmul.seed_of(key)]
     given = [lhs, rhs, *(scales or seeds)]
     jax_sums = scales is None or lhs_batch or bias is None or not bias.ndim or _on_explicit_axes(lhs, rhs, bias)
     if bias is not None and not jax_sums:
@@ -198,7 +197,7 @@ def _on_explicit_axes(*arrays: Array) -> bool:
 
 def check_scales(recipe: Any, scales: Scales | None) -> None:
     """Raises a ValueError unless a recipe with state has scales, and another has none."""
-    if isinstance(recipe, recipes.DelayedScaling) != (scales is not None):
+    if recipe.has_state != (scales is not None):
         raise ValueError(
             f"a recipe with delayed scaling needs scales=, one without state takes none; got {type(recipe).__name__} "
             f"and scales={'given' if scales is not None else 'None'}."

@@ -55,14 +55,14 @@ class Fp8DotGeneral(nnx.Module):
         layer: str | None = None,
     ):
         self.recipe, self.layer = recipe, layer
-        rngs = rngs if layers_lib.rounds_at_random(recipe) else None
+        rngs = rngs if recipe.rounds_at_random else None
         self.rngs = nnx.data(None if rngs is None else rngs[layers_lib.ROUNDING].fork())
-        for name, start in layers_lib.leaves_of(recipe).items():
+        for name, start in recipe.leaves().items():
             setattr(self, name, Fp8Scale(jnp.full(stack, start, jnp.float32)))
 
     def leaves(self) -> list[Array]:
         """The scale leaves, in the order of `jaxmp.fp8.Scales`."""
-        return [getattr(self, name).get_value() for name in layers_lib.leaves_of(self.recipe)]
+        return [getattr(self, name).get_value() for name in self.recipe.leaves()]
 
     def __call__(
         self,

@@ -36,7 +36,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmp._src.fp8 import blocks as blocks_lib, recipes
+from jaxmp._src.fp8 import blocks as blocks_lib, scale_equations
 from jaxmp._src.fp8.blocks import BlockRecipe
 from jaxmp._src.numerics import casting, float_bits
 
@@ -92,6 +92,11 @@ class NVFP4(BlockRecipe):
     block_size: ClassVar[int | None] = _SIZE
 
     @property
+    def rounds_at_random(self) -> bool:
+        """Whether gradients are rounded at random."""
+        return self.stochastic_rounding
+
+    @property
     def has_square_weights(self) -> bool:
         """Whether one cast of a weight serves both of its products."""
         return self.square_weights
@@ -132,7 +137,7 @@ class NVFP4(BlockRecipe):
         x = casting.widened(x)
         amax = blocks_lib.block_amax(x, blocked, _SIZE)
         largest = jnp.max(jnp.where(amax < jnp.inf, amax, 0.0), initial=0.0)
-        tensor_scale = recipes.scale_from_amax(largest, _E4M3_MAX * _E2M1_MAX, fallback=1.0, power_of_two=False)
+        tensor_scale = scale_equations.scale_from_amax(largest, _E4M3_MAX * _E2M1_MAX, fallback=1.0, power_of_two=False)
         tensor_scale_inv = float_bits.quotient(1.0, tensor_scale)
         sixth = jnp.where(float_bits.is_positive_finite(amax), float_bits.divided_by(amax, _E2M1_MAX), 0.0)
         factor = jnp.minimum(float_bits.product(sixth, tensor_scale), np.float32(_E4M3_MAX))

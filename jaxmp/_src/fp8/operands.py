@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives
-from jaxmp._src.fp8 import padding, recipes, remat, scale_leaves
+from jaxmp._src.fp8 import padding, remat, scale_equations, scale_leaves
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.fp8.norms import Made
 from jaxmp._src.fp8.padding import Zeros
@@ -108,7 +108,7 @@ def quantize_and_sum(
 def scales_of(amax: Array, dtype: Any, *, holds_log2: bool) -> tuple[Array, Array]:
     """(scale, 1 / scale) of a tensor with this amax, as a leaf with this scale would give them."""
     limit = float(jnp.finfo(dtype).max)
-    scale = recipes.scale_from_amax(amax, limit, fallback=1.0, power_of_two=holds_log2)
+    scale = scale_equations.scale_from_amax(amax, limit, fallback=1.0, power_of_two=holds_log2)
     leaf = float_bits.log2_of_power_of_two(scale) if holds_log2 else scale
     return scale_leaves.scale_of(leaf, holds_log2=holds_log2)
 

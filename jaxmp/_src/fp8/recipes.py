@@ -27,22 +27,20 @@ The rules are those of TransformerEngine (transformer_engine/common/recipe), bit
 """
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from jaxmp._src.base.warn import warn
+from jaxmp._src.fp8 import scale_equations, scale_leaves
+from jaxmp._src.fp8.scale_equations import Format
+from jaxmp._src.fp8.scheme import Recipe
 from jaxmp._src.numerics import float_bits
 
-_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _LARGEST_MARGIN = 100  # fp8_max * 2^-margin must be a normal float32
-
-Format = Literal["HYBRID", "E4M3"]
 
 
 class AmaxState(NamedTuple):
@@ -62,38 +60,8 @@ class AmaxState(NamedTuple):
     amax_history: Float[Array, "len *shape"]
 
 
-def scale_from_amax(
-    amax: Float[Array, "..."],
-    fp8_max: float,
-    *,
-    fallback: Float[Array, "..."] | float,
-    margin: int = 0,
-    power_of_two: bool = True,
-    overflow: float = _LARGEST_FLOAT32,
-) -> Float[Array, "..."]:
-    """The largest scale with scale * amax <= fp8_max * 2^-margin, float32, the same on every backend.
-
-    With `power_of_two` the largest power of two that fits, from 2^-126 to 2^127. Otherwise the quotient, rounded to
-    nearest as in TransformerEngine: its product with amax may be an ulp above fp8_max, and the cast saturates.
-    `fallback` is the scale where `amax` is not positive and finite; `overflow` replaces a quotient of inf.
-    """
-    amax = jnp.asarray(amax, jnp.float32)
-    limit = fp8_max * 2.0**-margin
-    if power_of_two:
-        scale = float_bits.power_of_two(float_bits.exponent_of_largest_scale(amax, limit))
-    else:
-        scale = float_bits.quotient(limit, amax)
-        scale = jnp.where(jnp.isinf(scale), np.float32(overflow), scale)
-    return jnp.where(float_bits.is_positive_finite(amax), scale, jnp.asarray(fallback, jnp.float32))
-
-
-def dtype_of(fp8_format: str, *, backward: bool = False) -> Any:
-    """The fp8 dtype of a format: e5m2 for gradients under `"HYBRID"`, otherwise e4m3fn."""
-    return jnp.float8_e5m2 if backward and fp8_format == "HYBRID" else jnp.float8_e4m3fn
-
-
 @dataclasses.dataclass(frozen=True)
-class DelayedScaling:
+class DelayedScaling(Recipe):
     """The scale of a step from the amaxes of earlier steps.
 
     One `update(state, amax)` is, elementwise and in float32,
@@ -149,7 +117,7 @@ class DelayedScaling:
     interval: int = 1
 
     def __post_init__(self) -> None:
-        check_format(self.fp8_format)
+        scale_equations.check_format(self.fp8_format)
         if not isinstance(self.margin, numbers.Integral) or abs(self.margin) > _LARGEST_MARGIN:
             raise ValueError(
                 f"margin counts binades: a whole number from -{_LARGEST_MARGIN} to {_LARGEST_MARGIN}; "
@@ -184,7 +152,20 @@ class DelayedScaling:
           >>> DelayedScaling().dtype(backward=True).__name__
           'float8_e5m2'
         """
-        return dtype_of(self.fp8_format, backward=backward)
+        return scale_equations.dtype_of(self.fp8_format, backward=backward)
+
+    def leaves(self) -> dict[str, float]:
+        """Names and first values of the scale leaves of a layer.
+
+        Example:
+          >>> DelayedScaling(power_of_two=False).leaves()
+          {'fp8_lhs_e4m3_scale': 1.0, 'fp8_rhs_e4m3_scale': 1.0, 'fp8_grad_e5m2_scale': 1.0}
+        """
+        names = [
+            scale_leaves.leaf_name(operand, self.dtype(backward=operand == "grad"), power_of_two=self.power_of_two)
+            for operand in ("lhs", "rhs", "grad")
+        ]
+        return dict.fromkeys(names, 0.0 if self.power_of_two else 1.0)
 
     def init(self, shape: tuple[int, ...] = (), *, backward: bool = False) -> AmaxState:
         """The state before the first step: scale 1, an empty history.
@@ -231,7 +212,7 @@ class DelayedScaling:
         if self.semantics == "te":
             used = used | (amax == jnp.inf) | jnp.isnan(amax)
         filled = history.at[0].set(amax)  # [L, *shape]
-        moved = scale_from_amax(
+        moved = scale_equations.scale_from_amax(
             self._reduce(filled),
             float(jnp.finfo(self.dtype(backward=backward)).max),
             fallback=scale,
@@ -255,7 +236,7 @@ class DelayedScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CurrentScaling:
+class CurrentScaling(Recipe):
     """The scale of a tensor from its own amax; no state.
 
         scale = fp8_max / max(amax, amax_epsilon)
@@ -284,8 +265,8 @@ class CurrentScaling:
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        check_format(self.fp8_format)
-        check_epsilon(self.amax_epsilon)
+        scale_equations.check_format(self.fp8_format)
+        scale_equations.check_epsilon(self.amax_epsilon)
 
     def dtype(self, *, backward: bool = False) -> Any:
         """The fp8 dtype of activations and weights, or of gradients (`backward`).
@@ -294,7 +275,7 @@ class CurrentScaling:
           >>> CurrentScaling(fp8_format="E4M3").dtype(backward=True).__name__
           'float8_e4m3fn'
         """
-        return dtype_of(self.fp8_format, backward=backward)
+        return scale_equations.dtype_of(self.fp8_format, backward=backward)
 
     def scale(self, amax: Float[Array, "..."], *, backward: bool = False) -> Float[Array, "..."]:
         """The scale for the cast of a tensor.
@@ -310,39 +291,6 @@ class CurrentScaling:
           >>> float(CurrentScaling(power_of_two=False).scale(jnp.float32(3.0)))
           149.3333282470703
         """
-        return current_scale(
+        return scale_equations.current_scale(
             amax, self.dtype(backward=backward), power_of_two=self.power_of_two, amax_epsilon=self.amax_epsilon
         )
-
-
-def current_scale(
-    amax: Float[Array, "..."],
-    dtype: Any,
-    *,
-    power_of_two: bool,
-    amax_epsilon: float = 0.0,
-    overflow: float = _LARGEST_FLOAT32,
-) -> Float[Array, "..."]:
-    """The equation of `CurrentScaling`, for the amax of tensors or of blocks."""
-    amax = jnp.asarray(amax, jnp.float32)
-    if amax_epsilon > 0:
-        amax = jnp.where(amax < np.float32(amax_epsilon), np.float32(amax_epsilon), amax)  # NaN stays
-    fp8_max = float(jnp.finfo(dtype).max)
-    return scale_from_amax(amax, fp8_max, fallback=1.0, power_of_two=power_of_two, overflow=overflow)
-
-
-def check_format(fp8_format: Any) -> None:
-    """Raises a ValueError unless `fp8_format` is "HYBRID" or "E4M3"."""
-    if fp8_format == "E5M2":
-        raise ValueError(
-            'fp8_format "E5M2" is not offered: two bits of mantissa are too few for activations and weights. '
-            'Use "HYBRID": e5m2 for gradients, e4m3fn for the rest.'
-        )
-    if fp8_format not in ("HYBRID", "E4M3"):
-        raise ValueError(f'fp8_format must be "HYBRID" or "E4M3"; got {fp8_format!r}')
-
-
-def check_epsilon(amax_epsilon: Any) -> None:
-    """Raises a ValueError unless `amax_epsilon` is a finite number >= 0."""
-    if not isinstance(amax_epsilon, (int, float)) or not 0 <= amax_epsilon < math.inf:
-        raise ValueError(f"amax_epsilon must be finite and >= 0; 0 is no bound; got {amax_epsilon!r}")

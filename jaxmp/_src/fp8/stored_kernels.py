@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import host_memory
-from jaxmp._src.fp8 import recipes, scale_leaves
+from jaxmp._src.fp8 import scale_equations, scale_leaves
 from jaxmp._src.numerics import float_bits, quantize
 from jaxmp._src.programs import jaxprs, readers
 
@@ -86,7 +86,7 @@ def store(params: PyTree) -> PyTree:
         if is_stored(w):
             continue
         largest = quantize.largest_magnitude(w, keep=jnp.ndim(by_path[leaf]))
-        scale = recipes.scale_from_amax(largest, float(jnp.finfo(_DTYPE).max), fallback=1.0)
+        scale = scale_equations.scale_from_amax(largest, float(jnp.finfo(_DTYPE).max), fallback=1.0)
         new[leaf] = float_bits.log2_of_power_of_two(scale)
         new[kernel] = cast(w, new[leaf])
     return tree_paths.map_with_path(lambda path, x: new.get(path, x), params)

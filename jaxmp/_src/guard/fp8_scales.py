@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.fp8.recipes import DelayedScaling
+from jaxmp._src.fp8.scheme import has_state
 from jaxmp._src.step import scales
 from jaxmp._src.step.state import Fp8State
 
@@ -57,7 +57,7 @@ def check(recipe: scales.Recipe, params: PyTree, state: Any = None) -> None:
 
 
 def _check_format(path: str, recipe: Any) -> None:
-    if not isinstance(recipe, DelayedScaling):
+    if not has_state(recipe):
         raise ValueError(
             f"{path} belongs to a layer with delayed scaling, but the recipe for it is {recipe!r}. Give the layer and "
             f"mixed_precision the same recipe."

@@ -21,7 +21,6 @@ from jaxmp._src.autocast.narrow_matmuls import Operation
 from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import layers, matmul, scale_leaves
-from jaxmp._src.fp8.recipes import DelayedScaling
 
 _OF_MODULES = (
     'Modules keep that state: in linen initialize and run the model in `with jaxmp.autocast("fp8"):`, in nnx call '
@@ -135,12 +134,12 @@ def chooser_of(recipe: Any, filter: layers.Filter = None, *, of_policy: bool = F
     for part in scale_leaves.recipes_of(recipe).values():
         if of_policy:
             continue
-        if isinstance(part, DelayedScaling):
+        if part.has_state:
             raise ValueError(
                 f"autocast(recipe=) takes a recipe without state for the matmuls of a function; got {part!r}, whose "
                 f"scales are state. {_OF_MODULES}."
             )
-        if layers.rounds_at_random(part):
+        if part.rounds_at_random:
             raise ValueError(
                 f"autocast(recipe=) has no key for stochastic rounding; got {part!r}. Use "
                 f"NVFP4(stochastic_rounding=False), or jaxmp.fp8.dot_general(..., key=key)."
@@ -154,7 +153,7 @@ def chooser_of(recipe: Any, filter: layers.Filter = None, *, of_policy: bool = F
 
 def _has_state(recipe: Any) -> bool:
     """Whether a product by a recipe needs more than its operands: scales, or a key."""
-    return isinstance(recipe, DelayedScaling) or layers.rounds_at_random(recipe)
+    return recipe.has_state or recipe.rounds_at_random
 
 
 def _linen_layers_ran() -> bool:

@@ -22,6 +22,7 @@ from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import amax_records, scale_leaves, stored_kernels
 from jaxmp._src.fp8.recipes import AmaxState, DelayedScaling
+from jaxmp._src.fp8.scheme import has_state
 from jaxmp._src.numerics import casting
 from jaxmp._src.numerics.float_bits import log2_of_power_of_two, power_of_two
 from jaxmp._src.step import extra_arguments
@@ -106,7 +107,7 @@ def update_amax(recipe: Recipe) -> MovesScales:
             start = [scale_leaves.scale_of(leaves[i], holds_log2=group.recipe.power_of_two)[0] for i in group.indices]
             scale = _flat(start)
             states.append(group.recipe.init(scale.shape, backward=group.backward)._replace(scale=scale))
-        delayed = {k: v for k, v in scale_leaves.recipes_of(recipe).items() if isinstance(v, DelayedScaling)}
+        delayed = {k: v for k, v in scale_leaves.recipes_of(recipe).items() if has_state(v)}
         paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
         scale_leaves.warn_of_idle("mixed_precision(recipe=)", delayed, paths, of="fp8 scale")
         return Fp8State(tuple(states), *(jnp.zeros((), jnp.float32) for _ in range(4)))
@@ -233,7 +234,7 @@ def observed(amaxes: PyTree, scale_params: PyTree, masters: PyTree, params: PyTr
 
 def is_delayed(recipe: Recipe) -> bool:
     """Whether a recipe keeps scales in the params. Other recipes need nothing from the optimizer."""
-    return any(isinstance(part, DelayedScaling) for part in scale_leaves.recipes_of(recipe).values())
+    return any(has_state(part) for part in scale_leaves.recipes_of(recipe).values())
 
 
 def resize_history(opt_state: Any, recipe: DelayedScaling) -> Any:
