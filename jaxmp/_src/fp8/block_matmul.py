@@ -27,41 +27,24 @@ References:
   NVFP4BlockScaling; torchao.float8, recipe "rowwise"; OCP Microscaling Formats (MX) Specification v1.0, 2023.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
 from jaxmp._src.base import compat, hardware
 from jaxmp._src.devices import shardings
-from jaxmp._src.fp8 import blocks as blocks_lib, gemms, nvfp4, padding, remat
-from jaxmp._src.fp8.blocks import MXFP8, Blocks, RowwiseScaling
-from jaxmp._src.fp8.first_derivatives import in_reverse, once
-from jaxmp._src.fp8.nvfp4 import NVFP4, Fp4Blocks
-from jaxmp._src.numerics import casting
+from jaxmp._src.fp8 import block_shapes, gemms, padding, products
+from jaxmp._src.fp8.gemms import Gemm
+from jaxmp._src.fp8.scheme import Cast, Recipe, Role
 
-Recipe = blocks_lib.BlockScaling | RowwiseScaling | MXFP8 | NVFP4
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
-
-
-class _Gemm(NamedTuple):
-    """The static part of one matmul."""
-
-    recipe: Recipe
-    lhs_dtype: Any
-    rhs_dtype: Any
-    out_dtype: Any
-
-
-class _Operand(NamedTuple):
-    blocks: Blocks | Fp4Blocks  # q [B, ., .], blocked along `axis` at least
-    axis: int  # the one that the GEMM sums over
 
 
 _IMPL = "threefry2x32"
@@ -77,7 +60,7 @@ def dot_general(
     rhs: Float[Array, "..."],
     dimension_numbers: DimensionNumbers,
     *,
-    recipe: Recipe,
+    recipe: Any,
     out_dtype: Any,
     out_sharding: Any = None,
     seed: Array | None = None,
@@ -102,17 +85,28 @@ def _dot_general(
     rhs: Array,
     seed: Array | None,
     dimension_numbers: DimensionNumbers,
-    recipe: Recipe,
+    recipe: Any,
     out_dtype: Any,
 ) -> Array:
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = [i for i in range(lhs.ndim) if i not in (*lhs_contract, *lhs_batch)]
     rhs_free = [i for i in range(rhs.ndim) if i not in (*rhs_contract, *rhs_batch)]
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
-    gemm = _Gemm(recipe, lhs.dtype, rhs.dtype, jnp.dtype(out_dtype))
+    gemm = Gemm(
+        contract=((2,), (1,)),
+        batch=((0,), (0,)),
+        forward_dtype=recipe.dtype(),
+        backward_dtype=recipe.dtype(backward=True),
+        holds_log2=False,
+        lhs_dtype=lhs.dtype,
+        rhs_dtype=rhs.dtype,
+        out_dtype=jnp.dtype(out_dtype),
+        recipe=recipe,
+        ndims=(3, 3),
+    )
     lhs = _three_axes(lhs, lhs_batch, lhs_free, lhs_contract)  # [B, M, K]
     rhs = _three_axes(rhs, rhs_batch, rhs_contract, rhs_free)  # [B, K, N]
-    return in_reverse(_dot)(gemm, lhs, rhs, seed).reshape(shape)
+    return products.matmul(gemm, lhs, rhs, seed=seed).reshape(shape)
 
 
 def _three_axes(x: Array, *groups: Sequence[int]) -> Array:
@@ -120,115 +114,123 @@ def _three_axes(x: Array, *groups: Sequence[int]) -> Array:
     return jnp.transpose(x, order).reshape([math.prod(x.shape[i] for i in group) for group in groups])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dot(gemm: _Gemm, x: Array, w: Array, seed: Array | None) -> Array:
-    del seed
-    with jax.named_scope("jaxmp.fp8_quantize"):
-        x_along_k = _quantize(gemm.recipe, x, 2)
-        w_along_k = _weight(gemm.recipe, w, 1)
-    return _fprop(gemm, x_along_k, w_along_k)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A tensor as one product reads it.
+
+    Attributes:
+      blocks: arrays of three axes [B, ., .], blocked along `axis` at least: q and scale_inv, and perhaps more.
+      axis: the one that the product sums over.
+    """
+
+    blocks: Any
+    axis: int = dataclasses.field(metadata={"static": True})
 
 
-def _forward(gemm: _Gemm, x: Array, w: Array, seed: Array | None) -> tuple[Array, Any]:
-    recipe = gemm.recipe
-    x, w = once(x), once(w)
-    with jax.named_scope("jaxmp.fp8_quantize"):
-        x_along_k = _quantize(recipe, x, 2)
-        x_along_m = _quantize(recipe, _mixed(recipe, x), 1)
-        w_along_k = _weight(recipe, w, 1)
-        w_along_n = w_along_k._replace(axis=2) if recipe.has_square_weights else _weight(recipe, w, 2)
-    kept = remat.packed((x_along_m.blocks, w_along_n.blocks))
-    return _fprop(gemm, x_along_k, w_along_k), (kept, seed)
+# The axis that a product sums over, of lhs [B, M, K], rhs [B, K, N] and the gradient [B, M, N]
+_AXES = {"lhs": {"fprop": 2, "wgrad": 1}, "rhs": {"fprop": 1, "dgrad": 2}, "grad": {"dgrad": 2, "wgrad": 1}}
 
 
-def _fprop(gemm: _Gemm, x: _Operand, w: _Operand) -> Array:
-    with jax.named_scope("jaxmp.fp8_fprop"):  # [B, M, K] by [B, K, N]
-        return _matmul(gemm.recipe, x, w, gemm.out_dtype, fast=True)
+@dataclasses.dataclass(frozen=True)
+class BlockRecipe(Recipe):
+    """A recipe with a scale for each block of elements that a matrix product sums.
+
+    Attributes:
+      block_size: along each blocked axis; None: the whole axis.
+      sums_last: whether the summed axis is stored last: where XLA moves fewer bytes so (`make h100`).
+      has_hardware: whether `jax.nn.scaled_matmul` takes these blocks.
+      has_square_weights: whether weights are cast once, in square blocks that serve a product and its transpose.
+      exact_dtype: the narrowest dtype that holds the product of an element and the scale of its block exactly.
+    """
+
+    block_size: ClassVar[int | None]
+    sums_last: ClassVar[bool] = False
+    has_hardware: ClassVar[bool] = False
+
+    @property
+    def folds_axes(self) -> bool:
+        return True
+
+    @property
+    def has_square_weights(self) -> bool:
+        return False
+
+    @property
+    def exact_dtype(self) -> Any:
+        return jnp.bfloat16
+
+    def before_wgrad(self, x: Array) -> Array:
+        """An operand of wgrad, [B, M, .], before its cast."""
+        return x
+
+    def stored(self, x: Array, axes: tuple[int, ...], *, backward: bool, key: Array | None) -> Any:
+        """`x` in stored blocks along `axes`; the factor of a block with an inf is NaN."""
+        raise NotImplementedError
+
+    def values(self, blocks: Any) -> Array:
+        """The numbers of a tensor in `exact_dtype`."""
+        return self.dequantize(*blocks, dtype=self.exact_dtype)
+
+    def dequantize(self, *args: Any, dtype: Any) -> Array:
+        """The numbers of a tensor."""
+        raise NotImplementedError
+
+    def cast(
+        self,
+        gemm: Gemm,
+        role: Role,
+        x: Array,
+        products: Sequence[str],
+        *,
+        leaf: Array | None = None,
+        made: Any = None,
+        seed: Array | None = None,
+    ) -> Cast:
+        """See `Recipe.cast`: once for each product, unless square blocks serve both."""
+        del leaf, made
+        with jax.named_scope("jaxmp.fp8_quantize"):
+            if role == "rhs" and self.has_square_weights:
+                blocks = self.stored(x, (1, 2), backward=False, key=None)
+                return Cast({name: Operand(blocks, _AXES[role][name]) for name in products})
+            backward = role == "grad"
+            keys = self._keys(seed) if backward and self.rounds_at_random else {}
+            found = {}
+            for name in products:
+                axis = _AXES[role][name]
+                moved = 2 if self.sums_last else axis
+                y = self.before_wgrad(x) if name == "wgrad" else x
+                y = jnp.moveaxis(y, axis, moved)
+                found[name] = Operand(self.stored(y, (moved,), backward=backward, key=keys.get(name)), moved)
+            return Cast(found)
+
+    def _keys(self, seed: Array | None) -> dict[str, Array]:
+        """One key for each cast of a gradient."""
+        if seed is None:
+            name = type(self).__name__
+            raise ValueError(
+                f"{name} rounds gradients at random and needs a key where a matmul is differentiated: give the model's "
+                'apply rngs={"rounding": key} (linen), to_fp8(rngs=nnx.Rngs(rounding=0)) (nnx), or '
+                f"jaxmp.fp8.dot_general key=. Or round to nearest, with {name}(stochastic_rounding=False)."
+            )
+        first, second = jax.random.split(jax.random.wrap_key_data(seed, impl=_IMPL))
+        return {"dgrad": first, "wgrad": second}
+
+    def multiply(self, a: Operand, b: Operand, product: gemms.Product) -> Array:
+        """See `Recipe.multiply`: exactly, or by hardware that multiplies such blocks."""
+        return multiply_blocks(self, a, b, product.out_dtype)
 
 
-def _backward(gemm: _Gemm, residuals: Any, grad: Array) -> tuple[Array, Array, Any]:
-    recipe = gemm.recipe
-    kept, seed = residuals
-    x_blocks, w_blocks = remat.unpacked(kept)
-    grad = once(grad)
-    x = _Operand(x_blocks, _axis_of(recipe, 1))
-    w = _Operand(w_blocks, 2)
-    with jax.named_scope("jaxmp.fp8_quantize"):
-        keys = _keys(recipe, seed)
-        grad_along_n = _quantize(recipe, grad, 2, backward=True, key=keys[0])
-        grad_along_m = _quantize(recipe, _mixed(recipe, grad), 1, backward=True, key=keys[1])
-    with jax.named_scope("jaxmp.fp8_dgrad"):  # [B, M, N] by [B, N, K]
-        d_x = _matmul(recipe, grad_along_n, w, gemm.lhs_dtype)
-    with jax.named_scope("jaxmp.fp8_wgrad"):  # [B, K, M] by [B, M, N]
-        d_w = _matmul(recipe, x, grad_along_m, gemm.rhs_dtype)
-    no_gradient = None if seed is None else np.zeros(seed.shape, jax.dtypes.float0)
-    return d_x, d_w, no_gradient
-
-
-_dot.defvjp(_forward, _backward)
-
-
-def _mixed(recipe: Recipe, x: Array) -> Array:
-    """An operand of wgrad, [B, M, .], before its cast."""
-    return nvfp4.hadamard(x) if isinstance(recipe, NVFP4) and recipe.hadamard else x
-
-
-def _keys(recipe: Recipe, seed: Array | None) -> tuple[Any, Any]:
-    """One key for each cast of a gradient; None rounds to nearest."""
-    if not isinstance(recipe, NVFP4) or not recipe.stochastic_rounding:
-        return None, None
-    if seed is None:
-        raise ValueError(
-            "NVFP4 rounds gradients at random and needs a key where a matmul is differentiated: give the model's apply "
-            'rngs={"rounding": key} (linen), to_fp8(rngs=nnx.Rngs(rounding=0)) (nnx), or jaxmp.fp8.dot_general key=. '
-            "Or round to nearest, with NVFP4(stochastic_rounding=False)."
-        )
-    first, second = jax.random.split(jax.random.wrap_key_data(seed, impl=_IMPL))
-    return first, second
-
-
-def _weight(recipe: Recipe, w: Array, axis: int) -> _Operand:
-    """w [B, K, N], cast for a sum over `axis`."""
-    if recipe.has_square_weights:
-        return _Operand(_stored(recipe, w, (1, 2)), axis)
-    return _quantize(recipe, w, axis)
-
-
-def _quantize(recipe: Recipe, x: Array, axis: int, *, backward: bool = False, key: Array | None = None) -> _Operand:
-    """`x` [B, ., .], cast for a sum over `axis`."""
-    moved = _axis_of(recipe, axis)
-    return _Operand(_stored(recipe, jnp.moveaxis(x, axis, moved), (moved,), backward=backward, key=key), moved)
-
-
-def _axis_of(recipe: Recipe, axis: int) -> int:
-    """The position of the summed axis in what is stored: the last, where XLA moves fewer bytes so (`make h100`)."""
-    return 2 if isinstance(recipe, RowwiseScaling | NVFP4) else axis
-
-
-def _summed_last(t: _Operand) -> list[Array]:
+def _summed_last(t: Operand) -> list[Array]:
     """(q, scale_inv) with the summed axis last."""
     return [jnp.moveaxis(x, t.axis, 2) for x in (t.blocks.q, t.blocks.scale_inv)]
 
 
-def _stored(
-    recipe: Recipe, x: Array, axes: tuple[int, ...], *, backward: bool = False, key: Array | None = None
-) -> Blocks | Fp4Blocks:
-    """`x` in stored blocks; scale_inv is NaN for blocks with an inf."""
-    if isinstance(recipe, NVFP4):
-        return Fp4Blocks(*remat.named(lax.optimization_barrier(tuple(recipe.quantize(x, axis=axes, key=key)))))
-    q, scale_inv = recipe.quantize(x, axis=axes, backward=backward)
-    overflowed = blocks_lib.block_amax(casting.widened(x), axes, recipe.block_size) == jnp.inf
-    scale_inv = jnp.where(overflowed, jnp.array(jnp.nan, scale_inv.dtype), scale_inv)
-    return Blocks(*remat.named(lax.optimization_barrier((q, scale_inv))))
-
-
-def _matmul(recipe: Recipe, a: _Operand, b: _Operand, out_dtype: Any, *, fast: bool = False) -> Array:
+def multiply_blocks(recipe: BlockRecipe, a: Operand, b: Operand, out_dtype: Any) -> Array:
     """The product of a and b, summed over their `axis`, for each of B, in `out_dtype`."""
-    if isinstance(recipe, RowwiseScaling):
-        return _matmul_of_rows(recipe, a, b, out_dtype, fast=fast)
     is_exact_in_16_bits = recipe.exact_dtype == jnp.bfloat16
     # cuBLAS rounds the float32 accumulator to bfloat16 when it writes it; float16 would be rounded twice.
-    may_write = is_exact_in_16_bits and out_dtype == jnp.bfloat16 and not isinstance(recipe, NVFP4)
+    may_write = is_exact_in_16_bits and out_dtype == jnp.bfloat16
     written = jnp.bfloat16 if may_write else jnp.float32
     dimension_numbers = (((a.axis,), (b.axis,)), ((0,), (0,)))
 
@@ -242,13 +244,13 @@ def _matmul(recipe: Recipe, a: _Operand, b: _Operand, out_dtype: Any, *, fast: b
 
     def emulated(a: Any, b: Any) -> Array:
         product = hardware.on_fp8_hardware(in_bfloat16 if is_exact_in_16_bits else in_float32, in_float32)
-        return product(_values(recipe, a), _values(recipe, b))
+        return product(recipe.values(a), recipe.values(b))
 
     def in_blocks(a_blocks: Any, b_blocks: Any) -> Array:
-        a_q, a_scale = _summed_last(_Operand(a_blocks, a.axis))
-        b_q, b_scale = _summed_last(_Operand(b_blocks, b.axis))
+        a_q, a_scale = _summed_last(Operand(a_blocks, a.axis))
+        b_q, b_scale = _summed_last(Operand(b_blocks, b.axis))
         a_scale, b_scale = (
-            blocks_lib.spread(scale, (*q.shape[:2], scale.shape[2]), recipe.block_size)  # of square blocks, all rows
+            block_shapes.spread(scale, (*q.shape[:2], scale.shape[2]), recipe.block_size)  # of square blocks, all rows
             for q, scale in ((a_q, a_scale), (b_q, b_scale))
         )
         # A short last block counts as filled with zeros.
@@ -258,48 +260,38 @@ def _matmul(recipe: Recipe, a: _Operand, b: _Operand, out_dtype: Any, *, fast: b
         axes = tuple(compat.varying_axes(a_q) | compat.varying_axes(b_q))
         return compat.as_varying(product, axes).astype(written)  # scaled_matmul forgets them
 
-    has_hardware = isinstance(recipe, MXFP8 | NVFP4)
-    product = (hardware.on_block_scaled_hardware(in_blocks, emulated) if has_hardware else emulated)(a.blocks, b.blocks)
-    if isinstance(a.blocks, Fp4Blocks) and isinstance(b.blocks, Fp4Blocks):
-        product = _unscaled(product, a.blocks.tensor_scale_inv, b.blocks.tensor_scale_inv)
-    return product.astype(out_dtype)
-
-
-def _values(recipe: Recipe, t: Any) -> Array:
-    """The numbers of a tensor, but for the scale of a whole tensor in NVFP4."""
-    if isinstance(t, Fp4Blocks):
-        return nvfp4.in_units_of_the_tensor(t.q, t.scale_inv, recipe.exact_dtype)
-    return recipe.dequantize(*t, dtype=recipe.exact_dtype)
+    product = hardware.on_block_scaled_hardware(in_blocks, emulated) if recipe.has_hardware else emulated
+    return product(a.blocks, b.blocks).astype(out_dtype)
 
 
 _LAST = (((2,), (2,)), ((0,), (0,)))  # [B, M, K] by [B, N, K]
 
 
-def _matmul_of_rows(recipe: RowwiseScaling, a: _Operand, b: _Operand, out_dtype: Any, *, fast: bool) -> Array:
+def multiply_rows(a: Operand, b: Operand, product: gemms.Product, *, power_of_two: bool) -> Array:
     """The product of operands with one scale for each sum."""
-    written = gemms.accumulator(out_dtype, power_of_two=recipe.power_of_two)
+    written = gemms.accumulator(product.out_dtype, power_of_two=power_of_two)
 
     def in_fp8(a: Array, b: Array) -> Array:
         zeros = padding.zeros_for(a.shape, b.shape, *_LAST)
-        product = lax.dot_general(
+        y = lax.dot_general(
             padding.pad(a, zeros[0]),
             padding.pad(b, zeros[1]),
             _LAST,
-            precision=gemms.algorithm(fast=fast),
+            precision=gemms.algorithm(fast=product.fast),
             preferred_element_type=written,
         )
-        return padding.crop(product, padding.of_result(*zeros, (3, 3), *_LAST))
+        return padding.crop(y, padding.of_result(*zeros, (3, 3), *_LAST))
 
     def in_float32(a: Array, b: Array) -> Array:  # products of fp8 numbers are exact in float32
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return lax.dot_general(a, b, _LAST, precision=lax.Precision.HIGHEST).astype(written)
 
     (a_q, a_scale), (b_q, b_scale) = _summed_last(a), _summed_last(b)
-    product = hardware.on_fp8_hardware(in_fp8, in_float32)(a_q, b_q)
-    return _unscaled(product, a_scale, jnp.swapaxes(b_scale, 1, 2)).astype(out_dtype)  # [B, M, 1], [B, 1, N]
+    y = hardware.on_fp8_hardware(in_fp8, in_float32)(a_q, b_q)
+    return unscaled(y, a_scale, jnp.swapaxes(b_scale, 1, 2)).astype(product.out_dtype)  # [B, M, 1], [B, 1, N]
 
 
-def _unscaled(product: Array, a: Array, b: Array) -> Array:
+def unscaled(product: Array, a: Array, b: Array) -> Array:
     """product a b, by the smaller first: with the larger alone it may be inf."""
     return product * jnp.minimum(a, b) * jnp.maximum(a, b)
 

@@ -30,8 +30,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
-from jaxmp._src.fp8 import scale_equations
-from jaxmp._src.fp8.scheme import Recipe
+from jaxmp._src.fp8 import block_matmul, block_shapes, gemms, remat, scale_equations
+from jaxmp._src.fp8.block_matmul import BlockRecipe as BlockRecipe, Operand
 from jaxmp._src.numerics import casting, float_bits
 
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -50,27 +50,6 @@ class Blocks(NamedTuple):
     scale_inv: Float[Array, "..."]
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockRecipe(Recipe):
-    """A recipe with a scale for each block of elements that a matrix product sums; `block_matmul` multiplies them.
-
-    Attributes:
-      block_size: along each blocked axis; None: the whole axis.
-      has_square_weights: whether weights are cast once, in square blocks that serve a product and its transpose.
-      exact_dtype: the narrowest dtype that holds the product of an element and the scale of its block exactly.
-    """
-
-    block_size: ClassVar[int | None]
-
-    @property
-    def has_square_weights(self) -> bool:
-        return False
-
-    @property
-    def exact_dtype(self) -> Any:
-        return jnp.bfloat16
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Fp8Blocks(BlockRecipe):
     """Casts to and from blocks of fp8. The recipes differ in how a block gets its scale."""
@@ -81,6 +60,14 @@ class _Fp8Blocks(BlockRecipe):
 
     def __post_init__(self) -> None:
         scale_equations.check_format(self.fp8_format)
+
+    def stored(self, x: Array, axes: tuple[int, ...], *, backward: bool, key: Array | None) -> Any:
+        """See `BlockRecipe.stored`."""
+        del key
+        q, scale_inv = self.quantize(x, axis=axes, backward=backward)
+        overflowed = block_shapes.block_amax(casting.widened(x), axes, self.block_size) == jnp.inf
+        scale_inv = jnp.where(overflowed, jnp.array(jnp.nan, scale_inv.dtype), scale_inv)
+        return Blocks(*remat.named(lax.optimization_barrier((q, scale_inv))))
 
     def _scales(self, amax: Float[Array, "..."], dtype: Any, given: Any) -> tuple[Array, Array]:
         """(scale in float32, scale_inv as it is stored) of blocks, for a cast to `dtype` of a tensor in `given`."""
@@ -118,11 +105,11 @@ class _Fp8Blocks(BlockRecipe):
           >>> MXFP8().quantize(jnp.ones((8, 64, 16)), axis=1).scale_inv.shape
           (8, 2, 16)
         """
-        blocked = blocked_axes(x, axis)
+        blocked = block_shapes.blocked_axes(x, axis)
         dtype, given = self.dtype(backward=backward), x.dtype
         x = casting.widened(x)
-        scale, scale_inv = self._scales(block_amax(x, blocked, self.block_size), dtype, given)
-        q = casting.saturating_cast(float_bits.product(x, spread(scale, x.shape, self.block_size)), dtype)
+        scale, scale_inv = self._scales(block_shapes.block_amax(x, blocked, self.block_size), dtype, given)
+        q = casting.saturating_cast(float_bits.product(x, block_shapes.spread(scale, x.shape, self.block_size)), dtype)
         return Blocks(q, scale_inv)
 
     def dequantize(
@@ -146,10 +133,10 @@ class _Fp8Blocks(BlockRecipe):
           >>> BlockScaling().dequantize(*BlockScaling().quantize(jnp.array([3.0, 5.0]))).tolist()
           [3.0, 5.0]
         """
-        check_stored(q, scale_inv, _FP8, self._scale_inv_dtype, self.block_size)
+        block_shapes.check_stored(q, scale_inv, _FP8, self._scale_inv_dtype, self.block_size)
         if scale_inv.dtype == jnp.float8_e8m0fnu:
             scale_inv = _float_of_e8m0(lax.bitcast_convert_type(scale_inv, jnp.uint8))
-        x = float_bits.product(q.astype(jnp.float32), spread(scale_inv, q.shape, self.block_size))
+        x = float_bits.product(q.astype(jnp.float32), block_shapes.spread(scale_inv, q.shape, self.block_size))
         return casting.saturating_cast(x, dtype)
 
 
@@ -245,6 +232,11 @@ class RowwiseScaling(_Float32Scales):
     """
 
     block_size: ClassVar[int | None] = None
+    sums_last: ClassVar[bool] = True
+
+    def multiply(self, a: Operand, b: Operand, product: gemms.Product) -> Array:
+        """See `Recipe.multiply`: in fp8, and the scales multiply the result."""
+        return block_matmul.multiply_rows(a, b, product, power_of_two=self.power_of_two)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -272,6 +264,7 @@ class MXFP8(_Fp8Blocks):
     """
 
     block_size: ClassVar[int | None] = 32
+    has_hardware: ClassVar[bool] = True
     _scale_inv_dtype: ClassVar[Any] = jnp.float8_e8m0fnu
 
     def _scales(self, amax: Float[Array, "..."], dtype: Any, given: Any) -> tuple[Array, Array]:
@@ -296,56 +289,3 @@ def _float_of_e8m0(byte: UInt8[Array, "..."]) -> Float[Array, "..."]:
     byte = byte.astype(jnp.int32)
     bits = jnp.where(byte == 0, 1 << 22, byte << 23)
     return float_bits.from_bits(jnp.where(byte == 255, 0x7FC00000, bits))
-
-
-def block_amax(x: Float[Array, "..."], blocked: tuple[int, ...], size: int | None) -> Float[Array, "..."]:
-    """max |x| over blocks of `size` (None: all) along the axes `blocked`; ignores NaNs, as CUDA's fmaxf."""
-    bits = float_bits.magnitude_bits(x)
-    if size is None:
-        return float_bits.from_bits(jnp.max(bits, axis=blocked, keepdims=True, initial=0))
-    for axis in blocked:
-        count = -(-bits.shape[axis] // size)
-        padding = [(0, count * size - n if i == axis else 0) for i, n in enumerate(bits.shape)]
-        bits = jnp.pad(bits, padding)
-        bits = bits.reshape(*bits.shape[:axis], count, size, *bits.shape[axis + 1 :])  # [..., n] -> [..., count, size]
-        bits = jnp.max(bits, axis=axis + 1)
-    return float_bits.from_bits(bits)
-
-
-def spread(blocks: Float[Array, "..."], shape: tuple[int, ...], size: int | None) -> Float[Array, "..."]:
-    """The numbers of `blocks`, repeated for all elements of each block, in the shape `shape`."""
-    for axis, n in enumerate(shape):
-        if blocks.shape[axis] != n and size is not None:
-            blocks = lax.slice_in_dim(jnp.repeat(blocks, size, axis=axis), 0, n, axis=axis)
-    return jnp.broadcast_to(blocks, shape)
-
-
-def blocked_axes(x: Any, axis: int | tuple[int, ...]) -> tuple[int, ...]:
-    """`axis` as one or two different axes of `x`, counted from the front."""
-    if not casting.is_float(x):
-        got = getattr(x, "dtype", type(x).__name__)
-        raise TypeError(f"quantize takes an array of floats of 16 bits or more; got {got}. Cast it to float32 first.")
-    given = axis if isinstance(axis, tuple) else (axis,)
-    axes = {i % x.ndim for i in given if -x.ndim <= i < x.ndim}
-    if len(axes) != len(given) or len(given) not in (1, 2):
-        raise ValueError(f"axis is one axis of x, or two different ones; got {axis!r} for x of shape {x.shape}")
-    return tuple(sorted(axes))
-
-
-def check_stored(q: Any, scale_inv: Any, dtypes: tuple[Any, ...], scale_dtype: Any, size: int | None) -> None:
-    """Raises an error unless `q` and `scale_inv` have the dtypes and shapes that `quantize` returns."""
-    if q.dtype not in dtypes or scale_inv.dtype != scale_dtype:
-        names = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
-        raise TypeError(
-            f"dequantize takes the {names} and the {jnp.dtype(scale_dtype)} that quantize returns; "
-            f"got {q.dtype} and {scale_inv.dtype}"
-        )
-    fits = len(q.shape) == len(scale_inv.shape) and all(
-        m in (n, 1 if size is None else -(-n // size)) for n, m in zip(q.shape, scale_inv.shape, strict=True)
-    )
-    if not fits:
-        block = "all" if size is None else f"every {size}"
-        raise ValueError(
-            f"each axis of scale_inv is as long as that of q, or one for {block} elements; "
-            f"got {scale_inv.shape} for q {q.shape}"
-        )

@@ -25,7 +25,7 @@ from jaxmp._src.base import compat, vmap_rules
 from jaxmp._src.devices import collectives, shardings
 from jaxmp._src.fp8 import gemms, matmul, norms, operands, padding, remat, scale_leaves, shared_scales
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
-from jaxmp._src.fp8.first_derivatives import in_reverse, once
+from jaxmp._src.fp8.first_derivatives import by_rule
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.fp8.matmul import Scales
 from jaxmp._src.numerics import casting, quantize as quantize_lib
@@ -44,13 +44,6 @@ class GatedScales(NamedTuple):
     gate: Scales
     up: Scales
     down: Scales
-
-
-class _Gemms(NamedTuple):
-    """The static parts of the three matmuls: of gate and up, and of down."""
-
-    into: Gemm
-    down: Gemm
 
 
 def gated_mlp(
@@ -115,10 +108,11 @@ def gated_mlp(
     def at_once(x: Array, gate: Array, up: Array, down: Array, *more: Array) -> Array:
         scales = GatedScales(*(Scales(*more[i : i + 3]) for i in (0, 3, 6)))
         into = _gemm(x, gate, x.dtype, recipe, by_own_amax=by_own_amax)
-        both = _Gemms(into, _gemm(x, down, into.out_dtype, recipe, by_own_amax=by_own_amax))
+        mlp = _MLP(into, _gemm(x, down, into.out_dtype, recipe, by_own_amax=by_own_amax))
         zeros, _ = padding.zeros_for(x.shape, gate.shape, *last_by_first(x))  # rows of zeros stay zeros
         made = None if zeros or len(more) == 9 else jax.tree.unflatten(treedef, more[9:])
-        return padding.crop(in_reverse(_mlp)(both, padding.pad(x, zeros), gate, up, down, scales, made), zeros)
+        y = by_rule(mlp, (padding.pad(x, zeros), gate, up, down), (scales, made))
+        return padding.crop(y, zeros)
 
     def vmapped(size: int, args: Sequence[Array], batched: Sequence[bool]) -> tuple[Array, int]:
         args, batched = args[:13], batched[:13]  # x is cast as it is
@@ -141,7 +135,20 @@ def _gemm(x: Array, rhs: Array, lhs_dtype: Any, recipe: Any, *, by_own_amax: boo
         rhs_dtype=rhs.dtype,
         out_dtype=matmul.result_dtype(x, rhs),
         by_own_amax=by_own_amax,
+        recipe=recipe,
+        ndims=(x.ndim, rhs.ndim),
     )
+
+
+def _fprop(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> Array:
+    return gemms.multiplied(gemms.fprop(gemm), lhs, rhs, gemm.recipe.multiply)
+
+
+def _backprop(gemm: Gemm, lhs: Quantized, rhs: Quantized, grad: Quantized) -> tuple[Array, Array]:
+    """The gradients of lhs and rhs."""
+    multiply = gemm.recipe.multiply
+    d_lhs = gemms.multiplied(gemms.dgrad(gemm), grad, rhs, multiply)
+    return d_lhs, gemms.multiplied(gemms.wgrad(gemm), lhs, grad, multiply)
 
 
 def _why_not_at_once(x: Array, weights: Sequence[Array]) -> str | None:
@@ -168,60 +175,58 @@ def of_layers(dot: Callable[[Array, Array, str], Array], x: Array, weights: Sequ
     return dot(jax.nn.silu(dot(x, gate, "gate")) * dot(x, up, "up"), down, "down")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(
-    gemm: _Gemms, x: Array, gate: Array, up: Array, down: Array, scales: GatedScales, made: norms.Made | None
-) -> Array:
-    del made
-    x_q, _ = operands.quantize(gemm.into, x, scales.gate.lhs, gemm.into.forward_dtype)
-    a, b = (
-        gemms.fprop(gemm.into, x_q, matmul.quantize_rhs(gemm.into, w, part.rhs, None)[0])
-        for w, part in ((gate, scales.gate), (up, scales.up))
-    )
-    ((h_q, _),) = _computed(gemm.down, _GATED, (a, b), (scales.down.lhs,), gemm.down.forward_dtype, None)
-    return gemms.fprop(gemm.down, h_q, matmul.quantize_rhs(gemm.down, down, scales.down.rhs, None)[0])
+class _MLP(NamedTuple):
+    """The MLP and its derivative: the matmuls of gate and up, and of down."""
 
+    into: Gemm
+    down: Gemm
 
-def _forward(
-    gemm: _Gemms, x: Array, gate: Array, up: Array, down: Array, scales: GatedScales, made: norms.Made | None
-) -> tuple[Array, Any]:
-    x, gate, up, down = (once(t) for t in (x, gate, up, down))
-    into, rows = gemm.into, x.ndim - 1
-    x_q, x_amax = operands.quantize(into, x, scales.gate.lhs, into.forward_dtype, rows=rows, made=made)
-    gate_q, gate_amax = matmul.quantize_rhs(into, gate, scales.gate.rhs, 1)
-    up_q, up_amax = matmul.quantize_rhs(into, up, scales.up.rhs, 1)
-    a, b = gemms.fprop(into, x_q, gate_q), gemms.fprop(into, x_q, up_q)
-    ((h_q, h_amax),) = _computed(gemm.down, _GATED, (a, b), (scales.down.lhs,), gemm.down.forward_dtype, rows)
-    down_q, down_amax = matmul.quantize_rhs(gemm.down, down, scales.down.rhs, 1)
-    y = gemms.fprop(gemm.down, h_q, down_q)
-    kept_x, kept_gate = gemms.kept(into, x_q, gate_q)
-    kept_h, kept_down = gemms.kept(gemm.down, h_q, down_q)
-    quantized = remat.packed((kept_x, kept_gate, gemms.kept(into, x_q, up_q)[1], kept_h, kept_down))
-    amaxes = (x_amax, gate_amax, up_amax, h_amax, down_amax)
-    return y, (quantized, a, b, amaxes, tuple(part.grad for part in scales), scales.up.lhs)
+    def value(self, tensors: Any, others: Any) -> Array:
+        """y."""
+        (x, gate, up, down), (scales, _) = tensors, others
+        x_q, _ = operands.quantize(self.into, x, scales.gate.lhs, self.into.forward_dtype)
+        a, b = (
+            _fprop(self.into, x_q, operands.quantize_rhs(self.into, w, part.rhs, None)[0])
+            for w, part in ((gate, scales.gate), (up, scales.up))
+        )
+        ((h_q, _),) = _computed(self.down, _GATED, (a, b), (scales.down.lhs,), self.down.forward_dtype, None)
+        return _fprop(self.down, h_q, operands.quantize_rhs(self.down, down, scales.down.rhs, None)[0])
 
+    def forward(self, tensors: Any, others: Any) -> tuple[Array, tuple[Any, ...]]:
+        """y, and what the backward pass reads."""
+        (x, gate, up, down), (scales, made) = tensors, others
+        into, rows = self.into, x.ndim - 1
+        x_q, x_amax = operands.quantize(into, x, scales.gate.lhs, into.forward_dtype, rows=rows, made=made)
+        gate_q, gate_amax = operands.quantize_rhs(into, gate, scales.gate.rhs, 1)
+        up_q, up_amax = operands.quantize_rhs(into, up, scales.up.rhs, 1)
+        a, b = _fprop(into, x_q, gate_q), _fprop(into, x_q, up_q)
+        ((h_q, h_amax),) = _computed(self.down, _GATED, (a, b), (scales.down.lhs,), self.down.forward_dtype, rows)
+        down_q, down_amax = operands.quantize_rhs(self.down, down, scales.down.rhs, 1)
+        y = _fprop(self.down, h_q, down_q)
+        kept_x, kept_h = (operands.kept(into, "lhs", q) for q in (x_q, h_q))
+        kept_gate, kept_up, kept_down = (operands.kept(into, "rhs", q) for q in (gate_q, up_q, down_q))
+        amaxes = (x_amax, gate_amax, up_amax, h_amax, down_amax)
+        leaves = (*(part.grad for part in scales), scales.up.lhs)
+        return y, ((kept_x, kept_gate, kept_up, kept_h, kept_down), a, b, amaxes, leaves)
 
-def _backward(gemm: _Gemms, residuals: Any, grad: Array) -> tuple[Any, ...]:
-    quantized, a, b, amaxes, (gate_leaf, up_leaf, down_leaf), up_lhs = residuals
-    x_q, gate_q, up_q, h_q, down_q = remat.unpacked(quantized)
-    x_amax, gate_amax, up_amax, h_amax, down_amax = amaxes
-    rows = grad.ndim - 1
-    grad_q, grad_amax = operands.quantize(gemm.down, once(grad), down_leaf, gemm.down.backward_dtype, rows=rows)
-    d_h, d_down = gemms.backprop(gemm.down, h_q, down_q, grad_q)
-    (a_q, a_amax), (b_q, b_amax) = _computed(
-        gemm.into, _GATED_GRAD, (d_h, a, b), (gate_leaf, up_leaf), gemm.into.backward_dtype, rows
-    )
-    from_a, d_gate = gemms.backprop(gemm.into, x_q, gate_q, a_q)
-    from_b, d_up = gemms.backprop(gemm.into, x_q, up_q, b_q)
-    of_scales = GatedScales(
-        gate=Scales(x_amax, gate_amax, a_amax),
-        up=Scales(lax.convert_element_type(x_amax, up_lhs.dtype), up_amax, b_amax),
-        down=Scales(h_amax, down_amax, grad_amax),
-    )
-    return from_a + from_b, d_gate, d_up, d_down, of_scales, None
-
-
-_mlp.defvjp(_forward, _backward)
+    def backward(self, kept: tuple[Any, ...], grad: Array) -> tuple[Any, Any]:
+        """The gradients of x and the weights; the amaxes."""
+        (x_q, gate_q, up_q, h_q, down_q), a, b, amaxes, (gate_leaf, up_leaf, down_leaf, up_lhs) = kept
+        x_amax, gate_amax, up_amax, h_amax, down_amax = amaxes
+        rows = grad.ndim - 1
+        grad_q, grad_amax = operands.quantize(self.down, grad, down_leaf, self.down.backward_dtype, rows=rows)
+        d_h, d_down = _backprop(self.down, h_q, down_q, grad_q)
+        (a_q, a_amax), (b_q, b_amax) = _computed(
+            self.into, _GATED_GRAD, (d_h, a, b), (gate_leaf, up_leaf), self.into.backward_dtype, rows
+        )
+        from_a, d_gate = _backprop(self.into, x_q, gate_q, a_q)
+        from_b, d_up = _backprop(self.into, x_q, up_q, b_q)
+        of_scales = GatedScales(
+            gate=Scales(x_amax, gate_amax, a_amax),
+            up=Scales(lax.convert_element_type(x_amax, up_lhs.dtype), up_amax, b_amax),
+            down=Scales(h_amax, down_amax, grad_amax),
+        )
+        return (from_a + from_b, d_gate, d_up, d_down), (of_scales, None)
 
 
 # --- one pass that computes values and casts them -----------------------------------------------------------------

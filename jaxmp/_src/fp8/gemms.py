@@ -15,6 +15,7 @@ without the transposes.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -48,15 +49,18 @@ class Gemm(NamedTuple):
     rhs_zeros: Zeros = ()
     bias_dtype: Any = None  # of a bias whose gradient is the sum of that of the result; None without one
     by_own_amax: bool = False  # each tensor is cast with the scale of its own amax, not with that of its leaf
+    recipe: Any = None
+    ndims: tuple[int, int] = (2, 2)  # of lhs and rhs
 
     @property
     def rhs_starts(self) -> bool:
         """Whether the GEMM sums over the first axes of rhs (a kernel [K, N]), not over the last."""
         return self.contract[1][:1] == (0,)
 
-    def out_zeros(self, lhs_ndim: int, rhs_ndim: int) -> Zeros:
+    @property
+    def out_zeros(self) -> Zeros:
         """The zeros in the product, and in its gradient."""
-        return padding.of_result(self.lhs_zeros, self.rhs_zeros, (lhs_ndim, rhs_ndim), self.contract, self.batch)
+        return padding.of_result(self.lhs_zeros, self.rhs_zeros, self.ndims, self.contract, self.batch)
 
 
 class Quantized(NamedTuple):
@@ -80,41 +84,69 @@ def is_of_matrices(ndims: tuple[int, int], contract: Any, batch: Any) -> bool:
     return not batch[0] and 0 < k < min(ndims) and tuple(lhs) == ends and tuple(rhs) in starts_or_ends
 
 
-def kept(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> tuple[Quantized, Quantized]:
-    """lhs and rhs, each only in the form that the backward pass reads."""
-    lhs = lhs if lhs.transposed is None else lhs._replace(values=None)
-    if gemm.rhs_starts:
-        return lhs, rhs._replace(transposed=None)
-    return lhs, rhs if rhs.transposed is None else rhs._replace(values=None)
+class Product(NamedTuple):
+    """One of the three products of a matmul, of operands a and b. Axes count in the tensors' own order.
+
+    Attributes:
+      name: "fprop", "dgrad" or "wgrad".
+      contract, batch: as in the dimension numbers of `jax.lax.dot_general`.
+      out_dtype, out_sharding: of the result.
+      order: the axes of the tensor that the result is, or whose gradient it is, in the order of the product.
+      zeros: to cut off from the result, in its final order.
+    """
+
+    name: str
+    contract: tuple[tuple[int, ...], tuple[int, ...]]
+    batch: tuple[tuple[int, ...], tuple[int, ...]]
+    out_dtype: Any
+    out_sharding: Any
+    order: tuple[int, ...]
+    zeros: Zeros
+
+    @property
+    def fast(self) -> bool:
+        """Whether a GEMM of fp8 operands may accumulate fast."""
+        return self.name == "fprop"
 
 
-def fprop(gemm: Gemm, lhs: Quantized, rhs: Quantized) -> Array:
-    """The product of the forward pass."""
-    with jax.named_scope("jaxmp.fp8_fprop"):
-        out = _matmul(gemm, lhs, rhs, gemm.contract, gemm.batch, gemm.out_dtype, gemm.out_sharding, fast=True)
-        return padding.crop(out, gemm.out_zeros(lhs.ndim, rhs.ndim))
+def fprop(gemm: Gemm) -> Product:
+    """y = x w."""
+    order = tuple(range(sum(gemm.ndims) - 2 * len(gemm.contract[0]) - len(gemm.batch[0])))
+    return Product("fprop", gemm.contract, gemm.batch, gemm.out_dtype, gemm.out_sharding, order, gemm.out_zeros)
 
 
-def backprop(gemm: Gemm, lhs: Quantized, rhs: Quantized, grad: Quantized) -> tuple[Array, Array]:
-    """Gradients of lhs and rhs; the dimensions of `grad` are (batch, free of lhs, free of rhs)."""
+def dgrad(gemm: Gemm) -> Product:
+    """dx = g w^T; the axes of g are (batch, free of lhs, free of rhs)."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = gemm.contract, gemm.batch
-    lhs_free = _others(lhs.ndim, lhs_contract, lhs_batch)
-    rhs_free = _others(rhs.ndim, rhs_contract, rhs_batch)
-    batch = len(lhs_batch)
-    grad_batch = tuple(range(batch))
-    grad_lhs = tuple(range(batch, batch + len(lhs_free)))
-    grad_rhs = tuple(range(batch + len(lhs_free), grad.ndim))
-    with jax.named_scope("jaxmp.fp8_dgrad"):
-        order = (*lhs_batch, *lhs_free, *(lhs_contract[rhs_contract.index(i)] for i in sorted(rhs_contract)))
-        numbers = ((grad_rhs, rhs_free), (grad_batch, rhs_batch))
-        d_lhs = _matmul(gemm, grad, rhs, *numbers, gemm.lhs_dtype, _permuted(gemm.lhs_sharding, order), fast=False)
-        d_lhs = padding.crop(jnp.transpose(d_lhs, _inverse(order)), gemm.lhs_zeros)
-    with jax.named_scope("jaxmp.fp8_wgrad"):
-        order = (*rhs_batch, *(rhs_contract[lhs_contract.index(i)] for i in sorted(lhs_contract)), *rhs_free)
-        numbers = ((lhs_free, grad_lhs), (lhs_batch, grad_batch))
-        d_rhs = _matmul(gemm, lhs, grad, *numbers, gemm.rhs_dtype, _permuted(gemm.rhs_sharding, order), fast=False)
-        d_rhs = padding.crop(jnp.transpose(d_rhs, _inverse(order)), gemm.rhs_zeros)
-    return d_lhs, d_rhs
+    lhs_free, rhs_free, grad_batch, _, grad_rhs = _axes_of_gradient(gemm)
+    order = (*lhs_batch, *lhs_free, *(lhs_contract[rhs_contract.index(i)] for i in sorted(rhs_contract)))
+    sharding = _permuted(gemm.lhs_sharding, order)
+    contract, batch = (grad_rhs, rhs_free), (grad_batch, rhs_batch)
+    return Product("dgrad", contract, batch, gemm.lhs_dtype, sharding, order, gemm.lhs_zeros)
+
+
+def wgrad(gemm: Gemm) -> Product:
+    """dw = x^T g."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = gemm.contract, gemm.batch
+    lhs_free, rhs_free, grad_batch, grad_lhs, _ = _axes_of_gradient(gemm)
+    order = (*rhs_batch, *(rhs_contract[lhs_contract.index(i)] for i in sorted(lhs_contract)), *rhs_free)
+    sharding = _permuted(gemm.rhs_sharding, order)
+    contract, batch = (lhs_free, grad_lhs), (lhs_batch, grad_batch)
+    return Product("wgrad", contract, batch, gemm.rhs_dtype, sharding, order, gemm.rhs_zeros)
+
+
+def _axes_of_gradient(gemm: Gemm) -> tuple[tuple[int, ...], ...]:
+    """The free axes of lhs and rhs, and the axes of the gradient of the result: (batch, free of lhs, free of rhs)."""
+    free = [_others(ndim, *axes) for ndim, *axes in zip(gemm.ndims, gemm.contract, gemm.batch, strict=True)]
+    batch, n_lhs, n_rhs = len(gemm.batch[0]), len(free[0]), len(free[1])
+    axes = tuple(range(batch + n_lhs + n_rhs))
+    return free[0], free[1], axes[:batch], axes[batch : batch + n_lhs], axes[batch + n_lhs :]
+
+
+def multiplied(product: Product, a: Any, b: Any, multiply: Callable[[Any, Any, Product], Array]) -> Array:
+    """The result of a product, in its final order and without the zeros."""
+    with jax.named_scope(f"jaxmp.fp8_{product.name}"):
+        return padding.crop(jnp.transpose(multiply(a, b, product), _inverse(product.order)), product.zeros)
 
 
 def _permuted(sharding: NamedSharding | None, order: tuple[int, ...]) -> NamedSharding | None:
@@ -132,21 +164,12 @@ def _others(ndim: int, *taken: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(i for i in range(ndim) if not any(i in some for some in taken))
 
 
-def _matmul(
-    gemm: Gemm,
-    a: Quantized,
-    b: Quantized,
-    contract: Any,
-    batch: Any,
-    out_dtype: Any,
-    out_sharding: Any,
-    *,
-    fast: bool,
-) -> Array:
-    """One GEMM of fp8 operands, unscaled, in `out_dtype`; axes count in the tensors' own order."""
+def multiply(a: Quantized, b: Quantized, product: Product, *, power_of_two: bool) -> Array:
+    """One GEMM of fp8 operands, unscaled, as a recipe multiplies. `power_of_two`: the scales."""
     inv_scale = a.inv_scale * b.inv_scale
-    written = accumulator(out_dtype, power_of_two=gemm.holds_log2)
-    dot = functools.partial(lax.dot_general, out_sharding=out_sharding)
+    written = accumulator(product.out_dtype, power_of_two=power_of_two)
+    contract, batch = product.contract, product.batch
+    dot = functools.partial(lax.dot_general, out_sharding=product.out_sharding)
 
     def in_fp8(a: Quantized, b: Quantized) -> Array:
         (x, x_axes), (y, y_axes) = (_summed_last(t, axes) for t, axes in zip((a, b), contract, strict=True))
@@ -154,14 +177,16 @@ def _matmul(
         # Without this, XLA makes one GEMM of those that read one tensor (q, k and v), and copies their other operands
         # beside each other, and their results apart.
         x, y = lax.optimization_barrier((x, y))
-        return dot(x, y, dimension_numbers=numbers, precision=algorithm(fast=fast), preferred_element_type=written)
+        return dot(
+            x, y, dimension_numbers=numbers, precision=algorithm(fast=product.fast), preferred_element_type=written
+        )
 
     def in_float32(a: Quantized, b: Quantized) -> Array:  # products of fp8 numbers are exact in float32
         x, y = (_in_own_order(t, axes).astype(jnp.float32) for t, axes in zip((a, b), contract, strict=True))
         return dot(x, y, dimension_numbers=(contract, batch), precision=lax.Precision.HIGHEST).astype(written)
 
     out = hardware.on_fp8_hardware(in_fp8, in_float32)(a, b)
-    return (out * inv_scale.astype(out.dtype)).astype(out_dtype)
+    return (out * inv_scale.astype(out.dtype)).astype(product.out_dtype)
 
 
 def algorithm(*, fast: bool) -> lax.DotAlgorithmPreset:

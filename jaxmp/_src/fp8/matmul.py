@@ -14,13 +14,11 @@ are `lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM` and `ANY_F8_ANY_F8_F32
 Elsewhere the same fp8 numbers are multiplied in float32: exact products, another order of sums.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
@@ -30,20 +28,17 @@ from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import (
     block_matmul,
-    gemms,
     norms,
     operands,
     padding,
-    remat,
-    scale_leaves,
+    products,
     shared_scales,
     stored_kernels,
 )
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
-from jaxmp._src.fp8.first_derivatives import in_reverse, once
-from jaxmp._src.fp8.gemms import Gemm, Quantized
-from jaxmp._src.numerics import casting, float_bits
-from jaxmp._src.numerics.quantize import largest_magnitude, quantize, stored
+from jaxmp._src.fp8.gemms import Gemm
+from jaxmp._src.fp8.operands import quantize_by_itself as quantize_by_itself, quantize_rhs as quantize_rhs
+from jaxmp._src.fp8.scale_leaves import Scales as Scales
 from pallas_kernels.activation import check_activation
 
 
@@ -66,20 +61,6 @@ class FallbackWarning(UserWarning):
 def note_use() -> None:
     """Says that a matmul with scales is traced here, in fp8 or not: `value_and_grad` warns of a loss without one."""
     ambient.now().notes.fp8_matmuls += 1
-
-
-class Scales(NamedTuple):
-    """The scale leaves of one layer: float32[] each, as `jaxmp.fp8.is_scale` names them.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> Scales(lhs=jnp.zeros(()), rhs=jnp.ones(()), grad=jnp.zeros(())).rhs.dtype.name  # log2 of a scale of 2
-      'float32'
-    """
-
-    lhs: Array
-    rhs: Array
-    grad: Array
 
 
 def dot_general(
@@ -264,16 +245,10 @@ class _Product(NamedTuple):
         return self._of_matrices(lhs, rhs, *more)
 
     def _of_matrices(self, lhs: Array, rhs: Array, *more: Array) -> Array:
-        if isinstance(self.recipe, block_matmul.Recipe):
-            return block_matmul.dot_general(
-                lhs,
-                rhs,
-                (self.contract, self.batch),
-                recipe=self.recipe,
-                out_dtype=self.out_dtype,
-                out_sharding=self.out_sharding,
-                seed=more[0] if more else None,
-            )
+        if self.recipe.folds_axes:
+            seed = more[0] if more else None
+            given = {"out_dtype": self.out_dtype, "out_sharding": self.out_sharding, "seed": seed}
+            return block_matmul.dot_general(lhs, rhs, (self.contract, self.batch), recipe=self.recipe, **given)
         zeros: tuple[padding.Zeros, padding.Zeros] = (), ()
         if operands.is_whole(lhs) and operands.is_whole(rhs):
             zeros = padding.zeros_for(lhs.shape, rhs.shape, self.contract, self.batch)
@@ -297,12 +272,12 @@ class _Product(NamedTuple):
             lhs_zeros=zeros[0],
             rhs_zeros=zeros[1],
             by_own_amax=self.by_own_amax,
+            recipe=self.recipe,
+            ndims=(lhs.ndim, rhs.ndim),
         )
-        if more:
-            leaves, bias = more[:3], more[3] if len(more) == 4 else None
-            gemm = gemm._replace(bias_dtype=None if bias is None else bias.dtype)
-            return in_reverse(_delayed_dot)(gemm, lhs, rhs, *leaves, bias, made)
-        return in_reverse(_current_dot)(gemm, self.recipe, lhs, rhs)
+        scales, bias = (Scales(*more[:3]), more[3] if len(more) == 4 else None) if more else (None, None)
+        gemm = gemm._replace(bias_dtype=None if bias is None else bias.dtype)
+        return products.matmul(gemm, lhs, rhs, scales=scales, bias=bias, made=made)
 
 
 def warn_of_layer(layer: str, reason: str) -> None:
@@ -360,141 +335,6 @@ def why_not_fp8(dimension_numbers: DimensionNumbers) -> str | None:
       'it sums over no axis'
     """
     return None if dimension_numbers[0][0] else "it sums over no axis"
-
-
-# --- delayed scaling: the scales come with the params ------------------------------------------------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _delayed_dot(
-    gemm: Gemm,
-    lhs: Array,
-    rhs: Array,
-    lhs_leaf: Array,
-    rhs_leaf: Array,
-    grad_leaf: Array,
-    bias: Array | None,
-    made: norms.Made | None,
-) -> Array:
-    del grad_leaf, bias, made
-    lhs_q, _ = operands.quantize(
-        gemm, lhs, lhs_leaf, gemm.forward_dtype, activation=gemm.activation, zeros=gemm.lhs_zeros
-    )
-    rhs_q, _ = quantize_rhs(gemm, rhs, rhs_leaf, None)
-    return gemms.fprop(gemm, lhs_q, rhs_q)
-
-
-def _delayed_forward(
-    gemm: Gemm,
-    lhs: Array,
-    rhs: Array,
-    lhs_leaf: Array,
-    rhs_leaf: Array,
-    grad_leaf: Array,
-    bias: Array | None,
-    made: norms.Made | None,
-) -> tuple[Array, Any]:
-    del bias
-    lhs, rhs = once(lhs), once(rhs)
-    lhs_rows, rhs_rows = _rows(gemm, lhs, rhs)
-    lhs_q, lhs_amax = operands.quantize(
-        gemm,
-        lhs,
-        lhs_leaf,
-        gemm.forward_dtype,
-        rows=lhs_rows,
-        activation=gemm.activation,
-        zeros=gemm.lhs_zeros,
-        made=made,
-    )
-    rhs_q, rhs_amax = quantize_rhs(gemm, rhs, rhs_leaf, rhs_rows)
-    before = None if gemm.activation is None else lhs
-    out = gemms.fprop(gemm, lhs_q, rhs_q)
-    return out, (remat.packed(gemms.kept(gemm, lhs_q, rhs_q)), lhs_amax, rhs_amax, grad_leaf, before)
-
-
-def _delayed_backward(gemm: Gemm, residuals: Any, grad: Array) -> tuple[Any, ...]:
-    quantized, lhs_amax, rhs_amax, grad_leaf, before = residuals
-    lhs_q, rhs_q = remat.unpacked(quantized)
-    grad = once(grad)
-    rows, _ = _rows(gemm, lhs_q, rhs_q)
-    zeros = gemm.out_zeros(lhs_q.ndim, rhs_q.ndim)
-    summed = None if gemm.bias_dtype is None else lhs_q.ndim - len(gemm.contract[0])
-    grad_q, grad_amax, sums = operands.quantize_and_sum(
-        gemm, grad, grad_leaf, gemm.backward_dtype, rows=rows, zeros=zeros, summed=summed
-    )
-    d_bias = None if sums is None else sums.astype(gemm.bias_dtype)
-    d_lhs, d_rhs = gemms.backprop(gemm, lhs_q, rhs_q, grad_q)
-    if gemm.activation is not None:
-        with jax.named_scope(f"jaxmp.fp8_{gemm.activation}_grad"):
-            d_lhs = operands.activation_gradient(d_lhs, before, gemm.activation)
-    return d_lhs, d_rhs, lhs_amax, rhs_amax, grad_amax, d_bias, None
-
-
-_delayed_dot.defvjp(_delayed_forward, _delayed_backward)
-
-
-def _rows(gemm: Gemm, lhs: Any, rhs: Any) -> tuple[int | None, int | None]:
-    """How many axes of lhs and rhs are rows; None for a tensor that is not needed transposed."""
-    summed = len(gemm.contract[0])
-    specs = (gemm.lhs_sharding, gemm.rhs_sharding, gemm.out_sharding)
-    on_explicit_axes = any(spec is not None for spec in specs)
-    if on_explicit_axes or not gemms.is_of_matrices((lhs.ndim, rhs.ndim), gemm.contract, gemm.batch):
-        return None, None
-    return lhs.ndim - summed, summed if gemm.rhs_starts else rhs.ndim - summed
-
-
-def quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tuple[Quantized, Array]:
-    """The weight in fp8: cast here, or already stored in fp8."""
-    if not stored_kernels.holds_fp8(rhs, leaf):
-        rows = rows if operands.is_whole(rhs) else None
-        return operands.quantize(gemm, rhs, leaf, gemm.forward_dtype, rows=rows, zeros=gemm.rhs_zeros)
-    _, inv_scale = scale_leaves.scale_of(leaf, holds_log2=True)
-    values = stored(padding.pad(rhs, gemm.rhs_zeros).astype(gemm.forward_dtype))
-    return Quantized(values, inv_scale), stored_kernels.used(leaf)
-
-
-# --- current scaling: each tensor's scale comes from itself ------------------------------------------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _current_dot(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> Array:
-    lhs_q = quantize_by_itself(recipe, lhs, gemm.forward_dtype, gemm.lhs_zeros, backward=False)
-    rhs_q = quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False)
-    return gemms.fprop(gemm, lhs_q, rhs_q)
-
-
-def _current_forward(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array) -> tuple[Array, Any]:
-    lhs, rhs = once(lhs), once(rhs)
-    lhs_q = quantize_by_itself(recipe, lhs, gemm.forward_dtype, gemm.lhs_zeros, backward=False)
-    rhs_q = quantize_by_itself(recipe, rhs, gemm.forward_dtype, gemm.rhs_zeros, backward=False)
-    return gemms.fprop(gemm, lhs_q, rhs_q), remat.packed((lhs_q, rhs_q))
-
-
-def _current_backward(gemm: Gemm, recipe: Any, residuals: Any, grad: Array) -> tuple[Array, Array]:
-    lhs_q, rhs_q = remat.unpacked(residuals)
-    zeros = gemm.out_zeros(lhs_q.ndim, rhs_q.ndim)
-    grad_q = quantize_by_itself(recipe, once(grad), gemm.backward_dtype, zeros, backward=True)
-    return gemms.backprop(gemm, lhs_q, rhs_q, grad_q)
-
-
-_current_dot.defvjp(_current_forward, _current_backward)
-
-
-def quantize_by_itself(recipe: Any, x: Array, dtype: Any, zeros: padding.Zeros, *, backward: bool) -> Quantized:
-    """`x` with `zeros` in fp8, with the scale of its own amax."""
-    x = casting.widened(padding.pad(x, zeros))
-    with jax.named_scope("jaxmp.fp8_quantize"):
-        largest = largest_magnitude(x)
-        scale = recipe.scale(largest, backward=backward)
-        if recipe.power_of_two:
-            scale = float_bits.power_of_two(
-                jnp.clip(float_bits.log2_of_power_of_two(scale), np.float32(-63), np.float32(63))
-            )
-        values = stored(quantize(x, scale, dtype))
-        # The cast makes inf finite, so the overflow must show here.
-        inv_scale = jnp.where(largest < jnp.inf, float_bits.reciprocal(scale), jnp.nan)
-        return Quantized(*remat.named((values, inv_scale)))
 
 
 def _with_axis(sharding: Any, axis: int) -> Any:

@@ -36,8 +36,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxmp._src.fp8 import blocks as blocks_lib, scale_equations
-from jaxmp._src.fp8.blocks import BlockRecipe
+from jaxmp._src.fp8 import block_shapes, gemms, remat, scale_equations
+from jaxmp._src.fp8.block_matmul import BlockRecipe, Operand, unscaled
 from jaxmp._src.numerics import casting, float_bits
 
 _E2M1_MAX, _E4M3_MAX = 6, 448
@@ -90,6 +90,8 @@ class NVFP4(BlockRecipe):
     square_weights: bool = True
 
     block_size: ClassVar[int | None] = _SIZE
+    sums_last: ClassVar[bool] = True
+    has_hardware: ClassVar[bool] = True
 
     @property
     def rounds_at_random(self) -> bool:
@@ -100,6 +102,25 @@ class NVFP4(BlockRecipe):
     def has_square_weights(self) -> bool:
         """Whether one cast of a weight serves both of its products."""
         return self.square_weights
+
+    def before_wgrad(self, x: Array) -> Array:
+        """An operand of wgrad, [B, M, .], before its cast."""
+        return hadamard(x) if self.hadamard else x
+
+    def stored(self, x: Array, axes: tuple[int, ...], *, backward: bool, key: Array | None) -> Fp4Blocks:
+        """See `BlockRecipe.stored`."""
+        del backward
+        return Fp4Blocks(*remat.named(lax.optimization_barrier(tuple(self.quantize(x, axis=axes, key=key)))))
+
+    def values(self, blocks: Fp4Blocks) -> Array:
+        """The numbers of a tensor, but for its own scale."""
+        return in_units_of_the_tensor(blocks.q, blocks.scale_inv, self.exact_dtype)
+
+    def multiply(self, a: Operand, b: Operand, product: gemms.Product) -> Array:
+        """See `Recipe.multiply`: the scales of the tensors multiply the result."""
+        in_units = super().multiply(a, b, product._replace(out_dtype=jnp.dtype(jnp.float32)))
+        y = unscaled(in_units, a.blocks.tensor_scale_inv, b.blocks.tensor_scale_inv)
+        return y.astype(product.out_dtype)
 
     def dtype(self, *, backward: bool = False) -> Any:
         """float4_e2m1fn, for all tensors.
@@ -133,9 +154,9 @@ class NVFP4(BlockRecipe):
           >>> [t.shape for t in NVFP4().quantize(jnp.ones((32, 64)), axis=(-2, -1))]
           [(32, 64), (2, 4), ()]
         """
-        blocked = blocks_lib.blocked_axes(x, axis)
+        blocked = block_shapes.blocked_axes(x, axis)
         x = casting.widened(x)
-        amax = blocks_lib.block_amax(x, blocked, _SIZE)
+        amax = block_shapes.block_amax(x, blocked, _SIZE)
         largest = jnp.max(jnp.where(amax < jnp.inf, amax, 0.0), initial=0.0)
         tensor_scale = scale_equations.scale_from_amax(largest, _E4M3_MAX * _E2M1_MAX, fallback=1.0, power_of_two=False)
         tensor_scale_inv = float_bits.quotient(1.0, tensor_scale)
@@ -144,10 +165,10 @@ class NVFP4(BlockRecipe):
         scale_inv = casting.saturating_cast(factor, jnp.float8_e4m3fn)
         # Without the barrier XLA fuses the exact division into the cast, and divides for each element, not each block.
         scale = lax.optimization_barrier(_scale_of(scale_inv, tensor_scale_inv))
-        y = float_bits.product(x, blocks_lib.spread(scale, x.shape, _SIZE))
+        y = float_bits.product(x, block_shapes.spread(scale, x.shape, _SIZE))
         y = jnp.clip(y, -_E2M1_MAX, _E2M1_MAX)
         y = y if key is None else stochastically_rounded(y, key)
-        not_finite = blocks_lib.block_amax(jnp.where(jnp.isfinite(x), 0.0, 1.0), blocked, _SIZE) > 0
+        not_finite = block_shapes.block_amax(jnp.where(jnp.isfinite(x), 0.0, 1.0), blocked, _SIZE) > 0
         scale_inv = jnp.where(not_finite, jnp.array(jnp.nan, scale_inv.dtype), scale_inv)
         return Fp4Blocks(y.astype(jnp.float4_e2m1fn), scale_inv, tensor_scale_inv)
 
@@ -176,14 +197,14 @@ class NVFP4(BlockRecipe):
           >>> NVFP4().dequantize(*NVFP4().quantize(jnp.array([[2.0, 5.25]]))).tolist()
           [[1.75, 5.25]]
         """
-        blocks_lib.check_stored(q, scale_inv, (jnp.float4_e2m1fn,), jnp.float8_e4m3fn, _SIZE)
+        block_shapes.check_stored(q, scale_inv, (jnp.float4_e2m1fn,), jnp.float8_e4m3fn, _SIZE)
         x = float_bits.product(in_units_of_the_tensor(q, scale_inv, jnp.float32), tensor_scale_inv)
         return casting.saturating_cast(x, dtype)
 
 
 def in_units_of_the_tensor(q: Float[Array, "..."], scale_inv: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     """q * scale_inv, which bfloat16 and wider dtypes hold exactly (1 + 3 bits of mantissa, 2^-10 to 2688)."""
-    return q.astype(dtype) * blocks_lib.spread(scale_inv.astype(dtype), q.shape, _SIZE)
+    return q.astype(dtype) * block_shapes.spread(scale_inv.astype(dtype), q.shape, _SIZE)
 
 
 def _scale_of(scale_inv: Float[Array, "..."], tensor_scale_inv: Float[Array, ""]) -> Float[Array, "..."]:

@@ -16,12 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
 from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives
-from jaxmp._src.fp8 import padding, remat, scale_equations, scale_leaves
+from jaxmp._src.fp8 import gemms, padding, remat, scale_equations, scale_leaves, stored_kernels
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.fp8.norms import Made
 from jaxmp._src.fp8.padding import Zeros
@@ -105,12 +106,57 @@ def quantize_and_sum(
         return Quantized(values, inv_scale, transposed), lax.convert_element_type(observed, leaf.dtype), sums
 
 
+def quantize_rhs(gemm: Gemm, rhs: Array, leaf: Array, rows: int | None) -> tuple[Quantized, Array]:
+    """The weight in fp8: cast here, or already stored in fp8."""
+    if not stored_kernels.holds_fp8(rhs, leaf):
+        rows = rows if is_whole(rhs) else None
+        return quantize(gemm, rhs, leaf, gemm.forward_dtype, rows=rows, zeros=gemm.rhs_zeros)
+    _, inv_scale = scale_leaves.scale_of(leaf, holds_log2=True)
+    values = quantize_lib.stored(padding.pad(rhs, gemm.rhs_zeros).astype(gemm.forward_dtype))
+    return Quantized(values, inv_scale), stored_kernels.used(leaf)
+
+
+def quantize_by_itself(recipe: Any, x: Array, dtype: Any, zeros: padding.Zeros, *, backward: bool) -> Quantized:
+    """`x` with `zeros` in fp8, with the scale of its own amax."""
+    x = casting.widened(padding.pad(x, zeros))
+    with jax.named_scope("jaxmp.fp8_quantize"):
+        largest = quantize_lib.largest_magnitude(x)
+        scale = recipe.scale(largest, backward=backward)
+        if recipe.power_of_two:
+            scale = float_bits.power_of_two(
+                jnp.clip(float_bits.log2_of_power_of_two(scale), np.float32(-63), np.float32(63))
+            )
+        values = quantize_lib.stored(quantize_lib.quantize(x, scale, dtype))
+        # The cast makes inf finite, so the overflow must show here.
+        inv_scale = jnp.where(largest < jnp.inf, float_bits.reciprocal(scale), jnp.nan)
+        return Quantized(*remat.named((values, inv_scale)))
+
+
 def scales_of(amax: Array, dtype: Any, *, holds_log2: bool) -> tuple[Array, Array]:
     """(scale, 1 / scale) of a tensor with this amax, as a leaf with this scale would give them."""
     limit = float(jnp.finfo(dtype).max)
     scale = scale_equations.scale_from_amax(amax, limit, fallback=1.0, power_of_two=holds_log2)
     leaf = float_bits.log2_of_power_of_two(scale) if holds_log2 else scale
     return scale_leaves.scale_of(leaf, holds_log2=holds_log2)
+
+
+def rows_of(gemm: Gemm, role: str) -> int | None:
+    """How many axes of a tensor are rows; None for a tensor that no GEMM reads transposed."""
+    summed = len(gemm.contract[0])
+    specs = (gemm.lhs_sharding, gemm.rhs_sharding, gemm.out_sharding)
+    on_explicit_axes = any(spec is not None for spec in specs)
+    if on_explicit_axes or not gemms.is_of_matrices(gemm.ndims, gemm.contract, gemm.batch):
+        return None
+    if role == "rhs":
+        return summed if gemm.rhs_starts else gemm.ndims[1] - summed
+    return gemm.ndims[0] - summed
+
+
+def kept(gemm: Gemm, role: str, q: Quantized) -> Quantized:
+    """lhs or rhs only in the form that the backward pass reads."""
+    if role == "rhs" and gemm.rhs_starts:
+        return q._replace(transposed=None)
+    return q if q.transposed is None else q._replace(values=None)
 
 
 def is_whole(x: Array) -> bool:

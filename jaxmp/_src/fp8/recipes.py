@@ -28,16 +28,18 @@ The rules are those of TransformerEngine (transformer_engine/common/recipe), bit
 
 import dataclasses
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmp._src.base.warn import warn
-from jaxmp._src.fp8 import scale_equations, scale_leaves
+from jaxmp._src.fp8 import gemms, operands, scale_equations, scale_leaves
+from jaxmp._src.fp8.gemms import Gemm
+from jaxmp._src.fp8.norms import Made
 from jaxmp._src.fp8.scale_equations import Format
-from jaxmp._src.fp8.scheme import Recipe
+from jaxmp._src.fp8.scheme import Cast, Recipe, Role
 from jaxmp._src.numerics import float_bits
 
 _LARGEST_MARGIN = 100  # fp8_max * 2^-margin must be a normal float32
@@ -167,6 +169,38 @@ class DelayedScaling(Recipe):
         ]
         return dict.fromkeys(names, 0.0 if self.power_of_two else 1.0)
 
+    def cast(
+        self,
+        gemm: Gemm,
+        role: Role,
+        x: Array,
+        products: Sequence[str],
+        *,
+        leaf: Array | None = None,
+        made: Made | None = None,
+        seed: Array | None = None,
+    ) -> Cast:
+        """See `Recipe.cast`: one cast, with the scale of the leaf, for both products."""
+        del seed
+        assert leaf is not None
+        rows = operands.rows_of(gemm, role) if len(products) == 2 else None
+        if role == "rhs":
+            q, amax = operands.quantize_rhs(gemm, x, leaf, rows)
+            return Cast({"fprop": q, "dgrad": operands.kept(gemm, role, q)}, amax)
+        if role == "lhs":
+            given = {"activation": gemm.activation, "zeros": gemm.lhs_zeros, "made": made}
+            q, amax = operands.quantize(gemm, x, leaf, gemm.forward_dtype, rows=rows, **given)
+            return Cast({"fprop": q, "wgrad": operands.kept(gemm, role, q)}, amax)
+        summed = None if gemm.bias_dtype is None else gemm.ndims[0] - len(gemm.contract[0])
+        q, amax, sums = operands.quantize_and_sum(
+            gemm, x, leaf, gemm.backward_dtype, rows=rows, zeros=gemm.out_zeros, summed=summed
+        )
+        return Cast(dict.fromkeys(products, q), amax, sums)
+
+    def multiply(self, a: gemms.Quantized, b: gemms.Quantized, product: gemms.Product) -> Array:
+        """See `Recipe.multiply`."""
+        return gemms.multiply(a, b, product, power_of_two=self.power_of_two)
+
     def init(self, shape: tuple[int, ...] = (), *, backward: bool = False) -> AmaxState:
         """The state before the first step: scale 1, an empty history.
 
@@ -276,6 +310,29 @@ class CurrentScaling(Recipe):
           'float8_e4m3fn'
         """
         return scale_equations.dtype_of(self.fp8_format, backward=backward)
+
+    def cast(
+        self,
+        gemm: Gemm,
+        role: Role,
+        x: Array,
+        products: Sequence[str],
+        *,
+        leaf: Array | None = None,
+        made: Made | None = None,
+        seed: Array | None = None,
+    ) -> Cast:
+        """See `Recipe.cast`: one cast, with the scale of the tensor's own amax, for both products."""
+        del leaf, made, seed
+        zeros = {"lhs": gemm.lhs_zeros, "rhs": gemm.rhs_zeros, "grad": gemm.out_zeros}[role]
+        backward = role == "grad"
+        dtype = gemm.backward_dtype if backward else gemm.forward_dtype
+        q = operands.quantize_by_itself(self, x, dtype, zeros, backward=backward)
+        return Cast(dict.fromkeys(products, q))
+
+    def multiply(self, a: gemms.Quantized, b: gemms.Quantized, product: gemms.Product) -> Array:
+        """See `Recipe.multiply`."""
+        return gemms.multiply(a, b, product, power_of_two=self.power_of_two)
 
     def scale(self, amax: Float[Array, "..."], *, backward: bool = False) -> Float[Array, "..."]:
         """The scale for the cast of a tensor.

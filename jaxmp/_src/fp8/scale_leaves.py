@@ -24,7 +24,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,20 @@ from jaxmp._src.fp8 import amax_records
 from jaxmp._src.numerics import float_bits, formats
 
 _NAME = re.compile(r"(?:.*/)?fp8_(lhs|rhs|grad)_(e4m3|e5m2)_(log2_scale|scale)")
+
+
+class Scales(NamedTuple):
+    """The scale leaves of one layer: float32[] each, as `jaxmp.fp8.is_scale` names them.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> Scales(lhs=jnp.zeros(()), rhs=jnp.ones(()), grad=jnp.zeros(())).rhs.dtype.name  # log2 of a scale of 2
+      'float32'
+    """
+
+    lhs: Array
+    rhs: Array
+    grad: Array
 
 
 def leaf_name(operand: str, dtype: Any, *, power_of_two: bool) -> str:

@@ -4,7 +4,29 @@ A new recipe is a class in one file, which says what differs from `Recipe`. `jax
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from jaxtyping import Array
+
+from jaxmp._src.fp8.gemms import Gemm, Product
+from jaxmp._src.fp8.norms import Made
+
+Role = Literal["lhs", "rhs", "grad"]
+
+
+class Cast(NamedTuple):
+    """A tensor that was cast for the products that read it.
+
+    Attributes:
+      of: by the name of the product, the operand that `Recipe.multiply` takes.
+      amax: of the tensor, in the dtype of its scale leaf; None without a leaf.
+      sums: of a gradient whose layer has a bias: float32 sums over the rows; else None.
+    """
+
+    of: dict[str, Any]
+    amax: Array | None = None
+    sums: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +50,39 @@ class Recipe:
     def leaves(self) -> dict[str, float]:
         """Names and first values of the scale leaves of a layer, in the order lhs, rhs, grad; empty without state."""
         return {}
+
+    @property
+    def folds_axes(self) -> bool:
+        """Whether it takes operands of three axes only, lhs [B, M, K] and rhs [B, K, N] (`block_matmul`)."""
+        return False
+
+    def cast(
+        self,
+        gemm: Gemm,
+        role: Role,
+        x: Array,
+        products: Sequence[str],
+        *,
+        leaf: Array | None = None,
+        made: Made | None = None,
+        seed: Array | None = None,
+    ) -> Cast:
+        """`x`, which is lhs, rhs or the gradient of the result in `gemm`, for these products of the three.
+
+        Args:
+          gemm: the matmul.
+          role: what `x` is.
+          x: the tensor in its own dtype.
+          products: the names of one or both products that read it.
+          leaf: its scale leaf; None without state.
+          made: how a norm made lhs, if it did.
+          seed: uint32[2] for the gradient of a recipe that rounds at random.
+        """
+        raise NotImplementedError
+
+    def multiply(self, a: Any, b: Any, product: Product) -> Array:
+        """The result of a product of two operands, in the order (batch, free axes of a, free axes of b)."""
+        raise NotImplementedError
 
     def dtype(self, *, backward: bool = False) -> Any:
         """The dtype of activations and weights, or of gradients (`backward`)."""

@@ -1,0 +1,83 @@
+"""The one derivative of a matmul in low precision: three products, by any recipe.
+
+For y = x w with the gradient g of y, each tensor is an operand of two products:
+
+    fprop   y  = x w
+    dgrad   dx = g w^T
+    wgrad   dw = x^T g
+
+A recipe casts each tensor for the products that read it (`Recipe.cast`) and multiplies (`Recipe.multiply`). The forward
+pass keeps what the backward pass multiplies. The gradient of a scale leaf is the amax of its tensor.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from jaxmp._src.fp8 import gemms, operands
+from jaxmp._src.fp8.first_derivatives import by_rule
+from jaxmp._src.fp8.gemms import Gemm
+from jaxmp._src.fp8.norms import Made
+from jaxmp._src.fp8.scale_leaves import Scales
+
+
+def matmul(
+    gemm: Gemm,
+    lhs: Array,
+    rhs: Array,
+    *,
+    scales: Scales | None = None,
+    bias: Array | None = None,
+    made: Made | None = None,
+    seed: Array | None = None,
+) -> Array:
+    """The matmul `gemm` by its recipe.
+
+    Args:
+      gemm: what is multiplied, and how.
+      lhs, rhs: the operands, in their own dtypes.
+      scales: the leaves of a recipe with state.
+      bias: is not added, but its gradient is that of a bias of the last axes of the result.
+      made: how a norm made lhs, if it did.
+      seed: uint32[2], for a recipe that rounds gradients at random.
+    """
+    return by_rule(_Matmul(gemm), (lhs, rhs), (scales, bias, made, seed))
+
+
+class _Matmul(NamedTuple):
+    gemm: Gemm
+
+    def value(self, tensors: Any, others: Any) -> Array:
+        """y."""
+        (lhs, rhs), (scales, *_) = tensors, others
+        gemm, recipe = self.gemm, self.gemm.recipe
+        x = recipe.cast(gemm, "lhs", lhs, ("fprop",), leaf=getattr(scales, "lhs", None))
+        w = recipe.cast(gemm, "rhs", rhs, ("fprop",), leaf=getattr(scales, "rhs", None))
+        return gemms.multiplied(gemms.fprop(gemm), x.of["fprop"], w.of["fprop"], recipe.multiply)
+
+    def forward(self, tensors: Any, others: Any) -> tuple[Array, tuple[Any, ...]]:
+        """y, and each operand as the backward pass reads it."""
+        (lhs, rhs), (scales, _, made, seed) = tensors, others
+        gemm, recipe = self.gemm, self.gemm.recipe
+        x = recipe.cast(gemm, "lhs", lhs, ("fprop", "wgrad"), leaf=getattr(scales, "lhs", None), made=made)
+        w = recipe.cast(gemm, "rhs", rhs, ("fprop", "dgrad"), leaf=getattr(scales, "rhs", None))
+        out = gemms.multiplied(gemms.fprop(gemm), x.of["fprop"], w.of["fprop"], recipe.multiply)
+        before = None if gemm.activation is None else lhs
+        return out, (x.of["wgrad"], w.of["dgrad"], x.amax, w.amax, getattr(scales, "grad", None), before, seed)
+
+    def backward(self, kept: tuple[Any, ...], grad: Array) -> tuple[Any, Any]:
+        """dx and dw; the amaxes, the gradient of a bias."""
+        x, w, lhs_amax, rhs_amax, leaf, before, seed = kept
+        gemm, recipe = self.gemm, self.gemm.recipe
+        g = recipe.cast(gemm, "grad", grad, ("dgrad", "wgrad"), leaf=leaf, seed=seed)
+        d_lhs = gemms.multiplied(gemms.dgrad(gemm), g.of["dgrad"], w, recipe.multiply)
+        d_rhs = gemms.multiplied(gemms.wgrad(gemm), x, g.of["wgrad"], recipe.multiply)
+        if gemm.activation is not None:
+            with jax.named_scope(f"jaxmp.fp8_{gemm.activation}_grad"):
+                d_lhs = operands.activation_gradient(d_lhs, before, gemm.activation)
+        d_bias = None if gemm.bias_dtype is None else g.sums.astype(gemm.bias_dtype)
+        amaxes = None if leaf is None else Scales(lhs_amax, rhs_amax, g.amax)
+        no_gradient = None if seed is None else np.zeros(seed.shape, jax.dtypes.float0)
+        return (d_lhs, d_rhs), (amaxes, d_bias, None, no_gradient)
