@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxmp._src.base import by_identity
 from jaxmp._src.base.warn import warn
-from jaxmp._src.fp8 import convolutions, einsum, layers as layers_lib, matmul, norms, recipes
+from jaxmp._src.fp8 import call_order, convolutions, einsum, layers as layers_lib, matmul, norms, recipes
 
 _DEFAULT = recipes.DelayedScaling()
 
@@ -248,7 +249,9 @@ def to_fp8(
       recipe: the recipe of these layers, or a dict from patterns of their paths, or of levels
         above, to several; the first that fits counts. Give the same to `jaxmp.mixed_precision`.
       filter: which layers, by `(path, module) -> bool` or patterns; None for all but the first and the last layer with
-        weights (embeddings and convolutions count), in the order in which the model's attributes were set. If a module
+        weights (embeddings and convolutions count), in the order in which the model's `__call__` uses them. It is read
+        from the code; where that cannot be read, or does not show a use of each part, it is the order in which the
+        attributes were set. If a module
         calls `attend`, the embedding is the last layer. A stack of layers, or a cell of `nnx.RNN`, is neither.
       rngs: for `NVFP4()`, which rounds gradients at random: `nnx.Rngs(rounding=seed)`.
 
@@ -272,12 +275,12 @@ def to_fp8(
     layers = [(path, layer) for path, layer in modules if isinstance(layer, _WITH_WEIGHTS)]
     could_run = [path for path, layer in layers if _kind_of(layer)]
     warned = layers_lib.warn_of_idle("jaxmp.nnx.to_fp8", recipe, filter, could_run)
-    ends = _ends_of(modules) if filter is None else set()
+    ends = _ends_of(model, modules) if filter is None else set()
     converted, left = [], []
     for path, layer in layers:
         layer: Any
         kind = _kind_of(layer)
-        if kind is None or id(layer) in ends or not _is_plain(layer) or not layers_lib.wants_fp8(path, layer, filter):
+        if kind is None or path in ends or not _is_plain(layer) or not layers_lib.wants_fp8(path, layer, filter):
             continue
         if reason := _why_not(layer, kind):
             left.append(path)
@@ -299,7 +302,7 @@ def to_fp8(
             f"no layer was turned to fp8: {reason}. Paths of layers look like {layers[0][0]!r}; choose by filter=.",
         )
     if not converted:
-        chosen = [(path, x) for path, x in layers if id(x) not in ends and layers_lib.wants_fp8(path, x, filter)]
+        chosen = [(path, x) for path, x in layers if path not in ends and layers_lib.wants_fp8(path, x, filter)]
         running = {path: own for path, layer in chosen if (own := _recipe_of(layer)) is not None}
         others = {path: own for path, own in running.items() if own != layers_lib.recipe_at(recipe, path)}
         if others:
@@ -373,21 +376,22 @@ def _names_in(function: Any) -> set[str]:
     return set(code.co_names).union(*map(_names_in, code.co_consts))
 
 
-def _ends_of(modules: list[tuple[str, Any]]) -> set[int]:
-    """Ids of the first and the last layer with weights."""
+def _ends_of(model: Any, modules: list[tuple[str, Any]]) -> set[str]:
+    """Paths of the first and the last layer with weights that the call of the model uses."""
     layers = [(path, layer) for path, layer in modules if isinstance(layer, _WITH_WEIGHTS)]
     if not layers:
         return set()
-    first, last = layers[0], layers[-1]
+    called = list(call_order.calls(model, _WITH_WEIGHTS)) or [layer for _, layer in layers]
+    first, last = ([(path, layer) for path, layer in layers if layer is end] for end in (called[0], called[-1]))
     embeddings = [(path, layer) for path, layer in layers if isinstance(layer, nnx.Embed)]
     own = {cls for _, module in modules for cls in type(module).__mro__ if not cls.__module__.startswith("flax.")}
     functions = [f for cls in own for f in vars(cls).values() if callable(f)]
     if embeddings and any("attend" in _names_in(f) for f in functions):
-        last = embeddings[0]
+        last = embeddings[:1]
     loops = [f"{path}/" if path else "" for path, module in modules if isinstance(module, nnx.RNN)]
     return {
-        id(layer)
-        for path, layer in (first, last)
+        path
+        for path, layer in (*first, *last)
         if not _stack_of(path, layer) and not any(path.startswith(loop) for loop in loops)
     }
 
@@ -416,14 +420,14 @@ def _stack_of(path: str, layer: Any) -> tuple[int, ...]:
 
 def _modules_in_order(model: nnx.Module) -> list[tuple[str, Any]]:
     """Paths and modules of `model` and below, in the order in which attributes were set, each module once."""
-    seen: set[int] = set()
+    seen = by_identity.ByIdentity()
     found: list[tuple[str, Any]] = []
 
     def walk(node: Any, path: tuple[str, ...]) -> None:
-        if id(node) in seen:
-            return
-        seen.add(id(node))
         if isinstance(node, nnx.Module):
+            if seen.get(node):
+                return
+            seen.set(node, True)
             found.append(("/".join(path), node))
         if isinstance(node, nnx.Variable) or not isinstance(node, (nnx.Module, list, tuple, dict)):
             return
