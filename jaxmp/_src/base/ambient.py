@@ -12,11 +12,12 @@ function, an optax chain) stands between the sender and the receiver:
 import contextlib
 import contextvars
 import dataclasses
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+
+from jaxmp._src.base.by_identity import ByIdentity
 
 
 @dataclasses.dataclass
@@ -27,17 +28,13 @@ class Notes:
       fp8_matmuls: how many matmuls with fp8 scales were traced.
       unmoved_scales: the fp8 layers whose scales are not differentiated.
       gathered_params: `GatheredParams`, which trees of params were gathered from their parts.
-      casts: which layer first cast an array to fp8, and how, by the ids of what it was given (`fp8.shared_scales`).
-      converted: what a layer converted an array from, by the id of the result.
-      norms: how a norm made an array, by the id of the array (`fp8.norms`).
+      arrays: what layers told of an array: how it was made, and which of them cast it (`fp8.told`).
     """
 
     fp8_matmuls: int = 0
     unmoved_scales: dict[str, None] = dataclasses.field(default_factory=dict)
     gathered_params: list[Any] = dataclasses.field(default_factory=list)
-    casts: dict[tuple[int, ...], list[Any]] = dataclasses.field(default_factory=dict)
-    converted: dict[int, tuple[weakref.ref, weakref.ref]] = dataclasses.field(default_factory=dict)
-    norms: dict[int, tuple[weakref.ref, Any]] = dataclasses.field(default_factory=dict)
+    arrays: ByIdentity = dataclasses.field(default_factory=ByIdentity)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ from jaxmp._src.fp8 import (
     matmul,
     ragged_matmul,
     scale_leaves,
-    shared_scales,
     stored_kernels,
+    told,
 )
 from jaxmp._src.fp8.gated_mlp import GatedScales
 from jaxmp._src.fp8.scheme import Recipe
@@ -151,7 +151,7 @@ def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list
     inputs, kernel, *rest = args[0] if len(args) == 1 else args
     dtype = dtype or jnp.result_type(inputs, jnp.bfloat16 if stored_kernels.is_stored(kernel) else kernel)
     cast = [None if x is None else jnp.asarray(x, dtype) for x in (inputs, *rest)]
-    shared_scales.note_converted(inputs, cast[0])
+    told.note_converted(inputs, cast[0])
     return [cast[0], kernel, *cast[1:]]
 
 

@@ -34,6 +34,7 @@ from jaxmp._src.fp8 import (
     products,
     shared_scales,
     stored_kernels,
+    told,
 )
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
 from jaxmp._src.fp8.gemms import Gemm
@@ -323,7 +324,7 @@ def _as_run(x: Array) -> Array:
     """`x` in the dtype in which a matmul that reads it will run."""
     dtype = traced_for(x.dtype)
     converted = x if dtype == x.dtype else x.astype(dtype)
-    shared_scales.note_converted(x, converted)
+    told.note_converted(x, converted)
     return converted
 
 

@@ -5,13 +5,10 @@ its rows, and the norm's weight and bias (`pallas_kernels.norm`). Then nothing e
 it. The kernel rounds y to its dtype before the cast, so the layer gets the same numbers. The derivative is still that
 of y: the gradient of the norm is flax's own.
 
-A layer gets y as an ordinary array. So a norm records its inputs in a note, and the layer finds the note by the
-identity of y, at the same level of a trace (as `shared_scales` finds arrays that several layers read). A note exists as
-long as its y.
+A layer gets y as an ordinary array. So a norm tells of its inputs, for this very y at this level of a trace (`told`).
 """
 
 import dataclasses
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +19,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxmp._src.base import ambient
-from jaxmp._src.fp8 import shared_scales
+from jaxmp._src.fp8 import told
 from pallas_kernels import passes
 from pallas_kernels.norm import Norm
 
@@ -73,8 +70,7 @@ def note(y: Any, made: Made) -> None:
     if not ambient.is_in_loss() or not isinstance(y, jax.Array) or not is_last_axis or jnp.ndim(made.x) < 2:
         return
     if y.dtype in passes.DTYPES and jnp.result_type(made.x) in passes.DTYPES:
-        made_by, key = ambient.now().notes.norms, id(y)
-        made_by[key] = weakref.ref(y, lambda _: made_by.pop(key, None)), made
+        told.of(y).made = made
 
 
 def is_plain(norm: Any, x: Any) -> bool:
@@ -87,8 +83,8 @@ def made_by_norm(y: Array, summed: Sequence[int]) -> Made | None:
     """How a norm made `y`, which a layer sums over these axes; None if the layer casts y itself."""
     if not ambient.is_in_loss() or tuple(summed) != (y.ndim - 1,):
         return None
-    before = shared_scales.before_conversion(y)
-    reference, made = ambient.now().notes.norms.get(id(before), (None, None))
-    if reference is None or reference() is not before or (before is not y and before.dtype != jnp.float32):
+    before = told.before_conversion(y)
+    if before is not y and before.dtype != jnp.float32:
         return None  # a float32 result that the layer converted is rounded once, too
-    return made
+    found = told.found(before)
+    return None if found is None else found.made

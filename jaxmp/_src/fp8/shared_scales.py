@@ -6,8 +6,7 @@ each layer. So the later layers use the scale leaf of the first layer. Then thei
 computes it once, with its transposed copy. The amax still goes to the leaf of each layer, so params, histories and
 checkpoints are the same as without sharing.
 
-The same array means the same object at the same level of a trace. `Notes` of `value_and_grad` hold weak references to
-these objects, so no trace outlives its function, and two losses share nothing.
+The same array means the same object at the same level of a trace (`told`), in one loss: two losses share nothing.
 """
 
 import weakref
@@ -20,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxmp._src.base import ambient, compat
+from jaxmp._src.fp8 import told
 
 
 def leaf_for(leaf: Float[Array, ""], alike: Hashable, *arrays: Array) -> Float[Array, ""]:
@@ -30,29 +30,15 @@ def leaf_for(leaf: Float[Array, ""], alike: Hashable, *arrays: Array) -> Float[A
     """
     if not ambient.is_in_loss():
         return leaf
-    casts = ambient.now().notes.casts
-    sources = tuple(before_conversion(x) for x in arrays)
-    how = (alike, [x.dtype for x in arrays], jax.typeof(leaf), compat.trace_state())
-    key = tuple(id(x) for x in sources)
-    for known, first, its_how in casts.get(key, ()):
-        shared = first()
-        if shared is not None and how == its_how and all(a() is b for a, b in zip(known, sources, strict=True)):
+    first, *others = (told.before_conversion(x) for x in arrays)
+    how = (alike, tuple(x.dtype for x in arrays), jax.typeof(leaf), compat.trace_state())
+    casts = told.of(first).casts
+    for its_how, its_others, its_leaf in casts:
+        shared = its_leaf()
+        if shared is not None and how == its_how and all(a() is b for a, b in zip(its_others, others, strict=True)):
             return leaf if shared is leaf else _of_first(shared, leaf)
-    casts.setdefault(key, []).append((tuple(weakref.ref(x) for x in sources), weakref.ref(leaf), how))
+    casts.append((how, tuple(weakref.ref(x) for x in others), weakref.ref(leaf)))
     return leaf
-
-
-def note_converted(x: Any, converted: Any) -> None:
-    """Notes that a layer converted `x` to its dtype: what two layers convert alike is the same array for `leaf_for`."""
-    if ambient.is_in_loss() and converted is not x and isinstance(x, jax.Array):
-        ambient.now().notes.converted[id(converted)] = weakref.ref(converted), weakref.ref(x)
-
-
-def before_conversion(x: Array) -> Array:
-    """What `x` was converted from by a layer, or `x` itself."""
-    noted = ambient.now().notes.converted.get(id(x))
-    found = None if noted is None or noted[0]() is not x else noted[1]()
-    return x if found is None else found
 
 
 @jax.custom_vjp

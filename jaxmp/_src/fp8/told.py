@@ -1,0 +1,57 @@
+"""What the layers of a loss tell each other of an array: how it was made, and which of them cast it.
+
+A layer gets an array, and cannot see what made it. So what made it tells it to the `Notes` of the loss, for this very
+array at this level of a trace. Nothing here keeps an array alive but the inputs of a norm, as long as its result lives.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from jaxmp._src.base import ambient
+
+
+@dataclasses.dataclass
+class Told:
+    """Of one array.
+
+    Attributes:
+      converted_from: the array that a layer converted to its dtype.
+      made: how a norm made it (`norms.Made`).
+      casts: for each layer that casts it first in its way: how, the other arrays that it reads, its scale leaf.
+    """
+
+    converted_from: weakref.ref | None = None
+    made: Any = None
+    casts: list[tuple[Hashable, tuple[weakref.ref, ...], weakref.ref]] = dataclasses.field(default_factory=list)
+
+
+def found(x: Array) -> Told | None:
+    """What was told of `x` in this loss, if anything."""
+    return ambient.now().notes.arrays.get(x)
+
+
+def of(x: Array) -> Told:
+    """What was told of `x` in this loss, to add to."""
+    told = found(x)
+    if told is None:
+        told = Told()
+        ambient.now().notes.arrays.set(x, told)
+    return told
+
+
+def note_converted(x: Any, converted: Any) -> None:
+    """Tells that a layer converted `x` to its dtype: what two layers convert alike is one array for them."""
+    if ambient.is_in_loss() and converted is not x and isinstance(x, jax.Array):
+        of(converted).converted_from = weakref.ref(x)
+
+
+def before_conversion(x: Array) -> Array:
+    """What `x` was converted from by a layer, or `x` itself."""
+    told = found(x)
+    source = None if told is None or told.converted_from is None else told.converted_from()
+    return x if source is None else source
