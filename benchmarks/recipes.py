@@ -37,6 +37,7 @@ RECIPES = {
     "`NVFP4`": fp8.NVFP4(),
     "`NVFP4`, to nearest": fp8.NVFP4(stochastic_rounding=False),
     "`NVFP4`, to nearest, without Hadamard": fp8.NVFP4(stochastic_rounding=False, hadamard=False),
+    "`Int8`": fp8.Int8(),
 }
 LOSSES = {  # the policies of parity.json that train in a recipe of RECIPES
     "`DelayedScaling`, `CurrentScaling`": ("fp8",),

@@ -91,7 +91,8 @@ def _print_backends() -> int:
 
 
 def _print_formats() -> int:
-    print(tables.columns(formats.rows()), "", tables.columns(recipe_guide.rows()), "", *recipe_guide.NOTES, sep="\n")
+    recipes = tables.columns(recipe_guide.rows(jaxmp.fp8))
+    print(tables.columns(formats.rows()), "", recipes, "", *recipe_guide.NOTES, sep="\n")
     return 0
 
 

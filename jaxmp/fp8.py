@@ -10,7 +10,8 @@ range. The *recipe* says how the scale is computed. `DelayedScaling` computes it
 earlier steps. The scales are leaves of the params, the amaxes are their gradients, and the histories are in
 `opt_state`. So fp8 works in any loop, and clipping, weight decay, Adam and the loss scale do not change the scales.
 
-In this order: `DelayedScaling`, `CurrentScaling`, `RowwiseScaling`, `BlockScaling`, `MXFP8`, `NVFP4` (the recipes) ->
+In this order: `DelayedScaling`, `CurrentScaling`, `RowwiseScaling`, `BlockScaling`, `MXFP8`, `NVFP4`,
+`Int8` (the recipes) ->
 `dot_general`, `einsum`, `ragged_dot`, `gated_mlp`, `quantize`, `dequantize` (what runs) -> `autocast` (where),
 `save_quantized` (what remat keeps) -> `update_amax`, `split_fp8` (how scales move; `mixed_precision` joins them) ->
 `calibrate` (scales from one batch, before the first step) -> `get_scales`, `with_scales`, `resize_history` (looking at
@@ -25,11 +26,11 @@ from jaxmp._src.fp8.blocks import (
 )
 from jaxmp._src.fp8.einsum import einsum as einsum
 from jaxmp._src.fp8.gated_mlp import GatedScales as GatedScales, gated_mlp as gated_mlp
+from jaxmp._src.fp8.int8 import Int8 as Int8
 from jaxmp._src.fp8.layers import promote_all_but_kernel as promote_all_but_kernel
 from jaxmp._src.fp8.linen_layers import autocast as autocast
 from jaxmp._src.fp8.matmul import (
     FallbackWarning as FallbackWarning,
-    Scales as Scales,
     dot_general as dot_general,
 )
 from jaxmp._src.fp8.nvfp4 import NVFP4 as NVFP4
@@ -40,7 +41,7 @@ from jaxmp._src.fp8.recipes import (
     DelayedScaling as DelayedScaling,
 )
 from jaxmp._src.fp8.remat import save_quantized as save_quantized
-from jaxmp._src.fp8.scale_leaves import is_scale as is_scale, with_scales as with_scales
+from jaxmp._src.fp8.scale_leaves import Scales as Scales, is_scale as is_scale, with_scales as with_scales
 from jaxmp._src.fp8.stored_kernels import load_weights as load_weights
 from jaxmp._src.guard.fp8_scales import update_amax as update_amax
 from jaxmp._src.guard.loss import calibrate as calibrate

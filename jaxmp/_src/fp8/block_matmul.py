@@ -127,12 +127,16 @@ class Operand:
     blocks: Any
     axis: int = dataclasses.field(metadata={"static": True})
 
+    def summed_last(self) -> list[Array]:
+        """(q, scale_inv) with the summed axis last."""
+        return [jnp.moveaxis(x, self.axis, 2) for x in (self.blocks.q, self.blocks.scale_inv)]
+
 
 # The axis that a product sums over, of lhs [B, M, K], rhs [B, K, N] and the gradient [B, M, N]
 _AXES = {"lhs": {"fprop": 2, "wgrad": 1}, "rhs": {"fprop": 1, "dgrad": 2}, "grad": {"dgrad": 2, "wgrad": 1}}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockRecipe(Recipe):
     """A recipe with a scale for each block of elements that a matrix product sums.
 
@@ -221,11 +225,6 @@ class BlockRecipe(Recipe):
         return multiply_blocks(self, a, b, product.out_dtype)
 
 
-def _summed_last(t: Operand) -> list[Array]:
-    """(q, scale_inv) with the summed axis last."""
-    return [jnp.moveaxis(x, t.axis, 2) for x in (t.blocks.q, t.blocks.scale_inv)]
-
-
 def multiply_blocks(recipe: BlockRecipe, a: Operand, b: Operand, out_dtype: Any) -> Array:
     """The product of a and b, summed over their `axis`, for each of B, in `out_dtype`."""
     is_exact_in_16_bits = recipe.exact_dtype == jnp.bfloat16
@@ -247,8 +246,8 @@ def multiply_blocks(recipe: BlockRecipe, a: Operand, b: Operand, out_dtype: Any)
         return product(recipe.values(a), recipe.values(b))
 
     def in_blocks(a_blocks: Any, b_blocks: Any) -> Array:
-        a_q, a_scale = _summed_last(Operand(a_blocks, a.axis))
-        b_q, b_scale = _summed_last(Operand(b_blocks, b.axis))
+        a_q, a_scale = Operand(a_blocks, a.axis).summed_last()
+        b_q, b_scale = Operand(b_blocks, b.axis).summed_last()
         a_scale, b_scale = (
             block_shapes.spread(scale, (*q.shape[:2], scale.shape[2]), recipe.block_size)  # of square blocks, all rows
             for q, scale in ((a_q, a_scale), (b_q, b_scale))
@@ -264,7 +263,7 @@ def multiply_blocks(recipe: BlockRecipe, a: Operand, b: Operand, out_dtype: Any)
     return product(a.blocks, b.blocks).astype(out_dtype)
 
 
-_LAST = (((2,), (2,)), ((0,), (0,)))  # [B, M, K] by [B, N, K]
+LAST = (((2,), (2,)), ((0,), (0,)))  # [B, M, K] by [B, N, K]
 
 
 def multiply_rows(a: Operand, b: Operand, product: gemms.Product, *, power_of_two: bool) -> Array:
@@ -272,21 +271,21 @@ def multiply_rows(a: Operand, b: Operand, product: gemms.Product, *, power_of_tw
     written = gemms.accumulator(product.out_dtype, power_of_two=power_of_two)
 
     def in_fp8(a: Array, b: Array) -> Array:
-        zeros = padding.zeros_for(a.shape, b.shape, *_LAST)
+        zeros = padding.zeros_for(a.shape, b.shape, *LAST)
         y = lax.dot_general(
             padding.pad(a, zeros[0]),
             padding.pad(b, zeros[1]),
-            _LAST,
+            LAST,
             precision=gemms.algorithm(fast=product.fast),
             preferred_element_type=written,
         )
-        return padding.crop(y, padding.of_result(*zeros, (3, 3), *_LAST))
+        return padding.crop(y, padding.of_result(*zeros, (3, 3), *LAST))
 
     def in_float32(a: Array, b: Array) -> Array:  # products of fp8 numbers are exact in float32
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        return lax.dot_general(a, b, _LAST, precision=lax.Precision.HIGHEST).astype(written)
+        return lax.dot_general(a, b, LAST, precision=lax.Precision.HIGHEST).astype(written)
 
-    (a_q, a_scale), (b_q, b_scale) = _summed_last(a), _summed_last(b)
+    (a_q, a_scale), (b_q, b_scale) = a.summed_last(), b.summed_last()
     y = hardware.on_fp8_hardware(in_fp8, in_float32)(a_q, b_q)
     return unscaled(y, a_scale, jnp.swapaxes(b_scale, 1, 2)).astype(product.out_dtype)  # [B, M, 1], [B, 1, N]
 

@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxmp._src.fp8 import block_matmul, block_shapes, gemms, remat, scale_equations
 from jaxmp._src.fp8.block_matmul import BlockRecipe as BlockRecipe, Operand
+from jaxmp._src.fp8.scheme import Guide
 from jaxmp._src.numerics import casting, float_bits
 
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -59,6 +60,7 @@ class _Fp8Blocks(BlockRecipe):
     fp8_format: scale_equations.Format = "E4M3"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         scale_equations.check_format(self.fp8_format)
 
     def stored(self, x: Array, axes: tuple[int, ...], *, backward: bool, key: Array | None) -> Any:
@@ -177,6 +179,7 @@ class BlockScaling(_Float32Scales):
       fp8_format: `"E4M3"`, or `"HYBRID"` for e5m2 where `backward`.
       power_of_two: whether scales are powers of two.
       amax_epsilon: the smallest amax of a block, >= 0.
+      dgrad, wgrad: `"bfloat16"` leaves this product in 16 bits.
 
     Raises:
       ValueError: an argument outside its range, named in the message.
@@ -195,6 +198,9 @@ class BlockScaling(_Float32Scales):
     """
 
     block_size: ClassVar[int | None] = 128
+    guide: ClassVar[Guide] = Guide(
+        3, "BlockScaling", "128, 128x128 of weights", 28, 28, 0.31, 0.14, "outliers, at the speed of bfloat16"
+    )
 
     @property
     def has_square_weights(self) -> bool:
@@ -218,6 +224,7 @@ class RowwiseScaling(_Float32Scales):
       fp8_format: `"E4M3"`, or `"HYBRID"` for e5m2 where `backward`.
       power_of_two: whether scales are powers of two.
       amax_epsilon: the smallest amax of a row, >= 0.
+      dgrad, wgrad: `"bfloat16"` leaves this product in 16 bits: torchao's "rowwise_with_gw_hp" is wgrad.
 
     Raises:
       ValueError: an argument outside its range, named in the message.
@@ -233,6 +240,9 @@ class RowwiseScaling(_Float32Scales):
 
     block_size: ClassVar[int | None] = None
     sums_last: ClassVar[bool] = True
+    guide: ClassVar[Guide] = Guide(
+        2, "RowwiseScaling", "token, output channel", 28, 28, 0.29, 0.17, "outliers, on any GPU with fp8"
+    )
 
     def multiply(self, a: Operand, b: Operand, product: gemms.Product) -> Array:
         """See `Recipe.multiply`: in fp8, and the scales multiply the result."""
@@ -248,6 +258,7 @@ class MXFP8(_Fp8Blocks):
 
     Args:
       fp8_format: `"E4M3"`, or `"HYBRID"` for e5m2 where `backward`.
+      dgrad, wgrad: `"bfloat16"` leaves this product in 16 bits.
 
     Raises:
       ValueError: an argument outside its range, named in the message.
@@ -265,6 +276,7 @@ class MXFP8(_Fp8Blocks):
 
     block_size: ClassVar[int | None] = 32
     has_hardware: ClassVar[bool] = True
+    guide: ClassVar[Guide] = Guide(4, "MXFP8", "32 elements", 28, 28, 0.43, 0.22, "outliers, on Blackwell")
     _scale_inv_dtype: ClassVar[Any] = jnp.float8_e8m0fnu
 
     def _scales(self, amax: Float[Array, "..."], dtype: Any, given: Any) -> tuple[Array, Array]:

@@ -68,7 +68,7 @@ def gated_mlp(
       scales: the scale leaves. Their gradients are the amaxes. x is cast with the scale of `scales.gate.lhs`; its amax
         is the gradient of that leaf and of `scales.up.lhs`.
       layer: a name for warnings.
-      key: for stochastic rounding, as for `dot_general`; only `NVFP4` needs one.
+      key: for stochastic rounding, as for `dot_general`.
 
     Returns:
       y, in the narrower dtype of x and `down`.
@@ -86,7 +86,7 @@ def gated_mlp(
       Shazeer 2020, "GLU Variants Improve Transformer" (arXiv 2002.05202); TransformerEngine's LayerNormMLP.
     """
     weights = (gate, up, down)
-    if scales is None or not recipe.has_state or _why_not_at_once(x, weights):
+    if scales is None or len(recipe.narrow("grad")) < 2 or not recipe.has_state or _why_not_at_once(x, weights):
 
         def dot(x: Array, w: Array, name: str) -> Array:
             leaves = None if scales is None else getattr(scales, name)

@@ -149,6 +149,20 @@ def multiplied(product: Product, a: Any, b: Any, multiply: Callable[[Any, Any, P
         return padding.crop(jnp.transpose(multiply(a, b, product), _inverse(product.order)), product.zeros)
 
 
+def in_bfloat16(product: Product, a: Array, b: Array) -> Array:
+    """The result of a product of tensors that are not cast to a narrow dtype and not padded, in its final order."""
+    written = jnp.bfloat16 if product.out_dtype == jnp.bfloat16 else jnp.float32
+    with jax.named_scope(f"jaxmp.bf16_{product.name}"):
+        out = lax.dot_general(
+            a.astype(jnp.bfloat16),
+            b.astype(jnp.bfloat16),
+            (product.contract, product.batch),
+            preferred_element_type=written,
+            out_sharding=product.out_sharding,
+        )
+        return jnp.transpose(out.astype(product.out_dtype), _inverse(product.order))
+
+
 def _permuted(sharding: NamedSharding | None, order: tuple[int, ...]) -> NamedSharding | None:
     if sharding is None:
         return None

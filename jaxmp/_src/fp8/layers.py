@@ -249,6 +249,6 @@ def check_recipe(recipe: Any) -> None:
     for part in scale_leaves.recipes_of(recipe).values():
         if not isinstance(part, Recipe):
             raise TypeError(
-                f"a recipe is jaxmp.fp8.DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling(), MXFP8(), "
-                f"NVFP4() or a dict from path patterns to them; got {part!r}. Layers are chosen by filter=."
+                f"a recipe is jaxmp.fp8.DelayedScaling(), CurrentScaling() or another one of jaxmp.fp8, or a dict from "
+                f"path patterns to them; got {part!r}. Layers are chosen by filter=."
             )

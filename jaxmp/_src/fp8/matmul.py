@@ -97,7 +97,7 @@ def dot_general(
       bias: added to the product; of the shape of the axes of rhs that are not summed over. With `DelayedScaling` its
         gradient is summed in float32, in the pass that casts the gradient of the result.
       layer: a name for warnings.
-      key: a key of `jax.random` for the stochastic rounding of gradients; only `NVFP4` needs one.
+      key: a key of `jax.random` for the stochastic rounding of gradients; other recipes need none.
 
     Returns:
       The product. The gradients of lhs and rhs have the inputs' dtypes: float32 for a float32 weight, straight from the
@@ -105,7 +105,7 @@ def dot_general(
 
     Raises:
       ValueError: a recipe with state without scales, or scales for a recipe without state; an unknown activation; a
-        bias of another shape; a gradient by `NVFP4()` without a key.
+        bias of another shape; a gradient that is rounded at random without a key.
 
     Warns:
       FallbackWarning: no axis is contracted (an outer product); the product then runs in the result's dtype.

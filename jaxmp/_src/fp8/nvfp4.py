@@ -38,6 +38,7 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.fp8 import block_shapes, gemms, remat, scale_equations
 from jaxmp._src.fp8.block_matmul import BlockRecipe, Operand, unscaled
+from jaxmp._src.fp8.scheme import Guide
 from jaxmp._src.numerics import casting, float_bits
 
 _E2M1_MAX, _E4M3_MAX = 6, 448
@@ -75,6 +76,7 @@ class NVFP4(BlockRecipe):
         `jaxmp.fp8.dot_general`, and "rounding" in the layers of linen and nnx.
       hadamard: whether the operands of the weights' gradient go through a random Hadamard transform.
       square_weights: whether weights are cast in blocks of 16x16, which the forward and the backward pass share.
+      dgrad, wgrad: `"bfloat16"` leaves this product in 16 bits.
 
     Example:
       >>> q, scale_inv, tensor_scale_inv = NVFP4().quantize(jnp.array([[1.0, 1000.0]]))
@@ -92,11 +94,14 @@ class NVFP4(BlockRecipe):
     block_size: ClassVar[int | None] = _SIZE
     sums_last: ClassVar[bool] = True
     has_hardware: ClassVar[bool] = True
+    guide: ClassVar[Guide] = Guide(
+        5, "NVFP4", "16 elements, and tensor", 17, 16, None, None, "Blackwell, if four bits suffice"
+    )
 
     @property
     def rounds_at_random(self) -> bool:
         """Whether gradients are rounded at random."""
-        return self.stochastic_rounding
+        return self.stochastic_rounding and bool(self.narrow("grad"))
 
     @property
     def has_square_weights(self) -> bool:

@@ -26,6 +26,7 @@ from jaxmp._src.fp8 import gemms, padding, remat, scale_equations, scale_leaves,
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.fp8.norms import Made
 from jaxmp._src.fp8.padding import Zeros
+from jaxmp._src.fp8.scheme import Cast
 from jaxmp._src.numerics import casting, float_bits, quantize as quantize_lib
 from pallas_kernels import activation as activations, backend, passes, reference
 
@@ -130,6 +131,23 @@ def quantize_by_itself(recipe: Any, x: Array, dtype: Any, zeros: padding.Zeros, 
         # The cast makes inf finite, so the overflow must show here.
         inv_scale = jnp.where(largest < jnp.inf, float_bits.reciprocal(scale), jnp.nan)
         return Quantized(*remat.named((values, inv_scale)))
+
+
+def in_bfloat16(rhs: Array, leaf: Array | None) -> Array:
+    """A weight that a product in 16 bits reads; one that is stored in fp8 with the scale of its leaf."""
+    if leaf is not None and stored_kernels.holds_fp8(rhs, leaf):
+        return stored_kernels.dequantized(rhs, leaf, jnp.bfloat16)
+    return rhs.astype(jnp.bfloat16)
+
+
+def not_cast(gemm: Gemm, grad: Array, leaf: Array | None) -> Cast:
+    """A gradient that no product reads in a narrow dtype: its leaf was not used."""
+    amax = None
+    if leaf is not None:
+        amax = lax.convert_element_type(jnp.full(leaf.shape, -jnp.inf, jnp.float32), leaf.dtype)
+    summed = gemm.ndims[0] - len(gemm.contract[0])
+    sums = None if gemm.bias_dtype is None else reference.sums_over_rows(casting.widened(grad), summed)
+    return Cast({}, amax, sums)
 
 
 def scales_of(amax: Array, dtype: Any, *, holds_log2: bool) -> tuple[Array, Array]:

@@ -61,23 +61,37 @@ class _Matmul(NamedTuple):
         """y, and each operand as the backward pass reads it."""
         (lhs, rhs), (scales, _, made, seed) = tensors, others
         gemm, recipe = self.gemm, self.gemm.recipe
-        x = recipe.cast(gemm, "lhs", lhs, ("fprop", "wgrad"), leaf=getattr(scales, "lhs", None), made=made)
-        w = recipe.cast(gemm, "rhs", rhs, ("fprop", "dgrad"), leaf=getattr(scales, "rhs", None))
+        lhs_leaf, rhs_leaf = getattr(scales, "lhs", None), getattr(scales, "rhs", None)
+        x = recipe.cast(gemm, "lhs", lhs, recipe.narrow("lhs"), leaf=lhs_leaf, made=made)
+        w = recipe.cast(gemm, "rhs", rhs, recipe.narrow("rhs"), leaf=rhs_leaf)
         out = gemms.multiplied(gemms.fprop(gemm), x.of["fprop"], w.of["fprop"], recipe.multiply)
         before = None if gemm.activation is None else lhs
-        return out, (x.of["wgrad"], w.of["dgrad"], x.amax, w.amax, getattr(scales, "grad", None), before, seed)
+        kept_x = x.of["wgrad"] if recipe.wgrad is None else lhs
+        kept_w = w.of["dgrad"] if recipe.dgrad is None else (rhs, rhs_leaf)
+        return out, (kept_x, kept_w, x.amax, w.amax, getattr(scales, "grad", None), before, seed)
 
     def backward(self, kept: tuple[Any, ...], grad: Array) -> tuple[Any, Any]:
         """dx and dw; the amaxes, the gradient of a bias."""
         x, w, lhs_amax, rhs_amax, leaf, before, seed = kept
         gemm, recipe = self.gemm, self.gemm.recipe
-        g = recipe.cast(gemm, "grad", grad, ("dgrad", "wgrad"), leaf=leaf, seed=seed)
-        d_lhs = gemms.multiplied(gemms.dgrad(gemm), g.of["dgrad"], w, recipe.multiply)
-        d_rhs = gemms.multiplied(gemms.wgrad(gemm), x, g.of["wgrad"], recipe.multiply)
+        narrow = recipe.narrow("grad")
+        if narrow:
+            g = recipe.cast(gemm, "grad", grad, narrow, leaf=leaf, seed=seed)
+        else:
+            g = operands.not_cast(gemm, grad, leaf)
+        if recipe.dgrad is None:
+            d_lhs = gemms.multiplied(gemms.dgrad(gemm), g.of["dgrad"], w, recipe.multiply)
+        else:
+            d_lhs = gemms.in_bfloat16(gemms.dgrad(gemm), grad, operands.in_bfloat16(*w))
+        if recipe.wgrad is None:
+            d_rhs = gemms.multiplied(gemms.wgrad(gemm), x, g.of["wgrad"], recipe.multiply)
+        else:
+            wide = x if gemm.activation is None else operands.activated(x, gemm.activation)
+            d_rhs = gemms.in_bfloat16(gemms.wgrad(gemm), wide, grad)
         if gemm.activation is not None:
             with jax.named_scope(f"jaxmp.fp8_{gemm.activation}_grad"):
                 d_lhs = operands.activation_gradient(d_lhs, before, gemm.activation)
-        d_bias = None if gemm.bias_dtype is None else g.sums.astype(gemm.bias_dtype)
-        amaxes = None if leaf is None else Scales(lhs_amax, rhs_amax, g.amax)
+        d_bias = None if g.sums is None else g.sums.astype(gemm.bias_dtype)
+        amaxes = None if g.amax is None else Scales(lhs_amax, rhs_amax, g.amax)
         no_gradient = None if seed is None else np.zeros(seed.shape, jax.dtypes.float0)
         return (d_lhs, d_rhs), (amaxes, d_bias, None, no_gradient)

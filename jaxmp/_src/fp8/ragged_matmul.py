@@ -75,6 +75,8 @@ def ragged_dot(
         )
     if not isinstance(recipe, recipes.DelayedScaling | recipes.CurrentScaling):
         raise ValueError(f"ragged_dot takes DelayedScaling() or CurrentScaling(); got {recipe!r}")
+    if len(recipe.narrow("grad")) < 2:
+        raise ValueError(f"ragged_dot computes all three products in fp8; got {recipe!r}. Leave dgrad= and wgrad= out.")
     matmul.check_scales(recipe, scales)
     matmul.note_use()
     own_amax = matmul.by_own_amax(scales or (), None)

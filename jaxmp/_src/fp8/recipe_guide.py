@@ -5,44 +5,21 @@ The decibels are the SQNR of a product y on normal data and on data in which one
 (`make parity`). A test compares the numbers with the stored results.
 """
 
-from typing import NamedTuple
+from typing import Any
+
+from jaxmp._src.fp8.scheme import Guide, Recipe
 
 
-class Guide(NamedTuple):
-    """One recipe.
-
-    Attributes:
-      recipe: its name in `jaxmp.fp8`.
-      scale: what one scale is for.
-      decibels, with_outliers: SQNR of a product, on normal data and on data with outliers.
-      loss, error: the mean gap of its held-out loss to bfloat16's, and the standard error, in percent; None where
-        fewer seeds were trained than they need.
-      take: when.
-    """
-
-    recipe: str
-    scale: str
-    decibels: int
-    with_outliers: int
-    loss: float | None
-    error: float | None
-    take: str
+def guides(face: Any) -> list[Guide]:
+    """Those of the recipes that a module hands on, as `jaxmp.fp8` does: the simplest first."""
+    recipes = [x for x in vars(face).values() if isinstance(x, type) and issubclass(x, Recipe)]
+    return sorted((recipe.guide for recipe in recipes), key=lambda guide: guide.place)
 
 
-GUIDES = (
-    Guide("DelayedScaling", "tensor, from earlier steps", 28, 5, 0.14, 0.06, "first: it moves the fewest bytes"),
-    Guide("CurrentScaling", "tensor", 28, 5, 0.41, 0.28, "data that jumps; functions without state"),
-    Guide("RowwiseScaling", "token, output channel", 28, 28, 0.29, 0.17, "outliers, on any GPU with fp8"),
-    Guide("BlockScaling", "128, 128x128 of weights", 28, 28, 0.31, 0.14, "outliers, at the speed of bfloat16"),
-    Guide("MXFP8", "32 elements", 28, 28, 0.43, 0.22, "outliers, on Blackwell"),
-    Guide("NVFP4", "16 elements, and tensor", 17, 16, None, None, "Blackwell, if four bits suffice"),
-)
-
-
-def rows() -> list[tuple[str, ...]]:
-    """The rows of a table of the recipes, with the head first."""
+def rows(face: Any) -> list[tuple[str, ...]]:
+    """The rows of a table of the recipes of a module, with the head first."""
     head = ("recipe", "a scale for each", "SQNR [dB]", "with outliers", "loss gap [%]", "take it for")
-    return [head, *(_shown(guide) for guide in GUIDES)]
+    return [head, *(_shown(guide) for guide in guides(face))]
 
 
 NOTES = (

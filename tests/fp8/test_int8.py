@@ -1,0 +1,174 @@
+"""Int8: its numbers are those of NumPy, its products run in int8, and every way in takes it."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxmp
+from helpers import assert_within_ulps
+from jaxmp import fp8
+
+MATMUL = (((1,), (0,)), ((), ()))
+FORWARD_ONLY = fp8.Int8(dgrad="bfloat16", wgrad="bfloat16")
+
+
+def _normal(*shape, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def _rows_in_int8(x, axis):
+    """NumPy's float32: (q, scale_inv)."""
+    amax = np.abs(x).max(axis=axis, keepdims=True)
+    scale = np.where(amax > 0, np.float32(127) / np.where(amax > 0, amax, 1), np.float32(1)).astype(np.float32)
+    return np.clip(np.round(x * scale), -127, 127).astype(np.int64), (np.float32(1) / scale).astype(np.float32)
+
+
+def _product(x, w):
+    """x [M, K] by w [K, N], both in int8 by rows of K; float64."""
+    (q, s), (p, t) = _rows_in_int8(x, 1), _rows_in_int8(w, 0)
+    return (q @ p) * (s.astype(np.float64) * t)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_row_is_cast_as_numpy_casts_it(axis):
+    x = _normal(37, 21) * np.logspace(-30, 30, 37, dtype=np.float32)[:, None]
+    x[3], x[:, 2] = 0.0, 0.0
+    q, scale_inv = jax.jit(lambda x: fp8.Int8().quantize(x, axis=axis))(x if axis else x.T)
+    expected, expected_scale = _rows_in_int8(x if axis else x.T, axis)
+    assert q.dtype == jnp.int8 and scale_inv.dtype == jnp.float32
+    np.testing.assert_array_equal(q, expected)
+    assert_within_ulps(scale_inv, expected_scale, 1)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_has_a_factor_of_nan(bad):
+    x = _normal(4, 8)
+    x[1, 3] = bad
+    q, scale_inv = jax.jit(fp8.Int8().quantize)(x)
+    np.testing.assert_array_equal(np.isnan(scale_inv[:, 0]), [False, True, False, False])
+    assert not np.asarray(q[1]).any()
+
+
+def test_the_three_products_are_those_of_integers():
+    x, w, g = _normal(24, 40), _normal(40, 17, seed=1), _normal(24, 17, seed=2)
+
+    @jax.jit
+    def products(x, w, g):
+        y, back = jax.vjp(lambda x, w: fp8.dot_general(x, w, MATMUL, recipe=fp8.Int8()), x, w)
+        return y, *back(g)
+
+    y, dx, dw = products(x, w, g)
+    for found, exact in ((y, _product(x, w)), (dx, _product(g, w.T)), (dw, _product(x.T, g))):
+        np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-30)
+
+
+def _dots(recipe, **kwargs):
+    """(dtypes of the operands, dtype of the result) of the products in a gradient."""
+    x, w = jnp.ones((16, 32), jnp.bfloat16), jnp.ones((32, 16))
+    grad = jax.grad(lambda x, w: fp8.dot_general(x, w, MATMUL, recipe=recipe, **kwargs).sum().astype("f4"), (0, 1))
+    eqns = jax.make_jaxpr(grad)(x, w).jaxpr.eqns
+    dots = [e for e in eqns if e.primitive.name == "dot_general"]
+    return [(*(v.aval.dtype.name for v in e.invars), e.outvars[0].aval.dtype.name) for e in dots]
+
+
+def test_the_products_multiply_integers():
+    assert _dots(fp8.Int8()) == [("int8", "int8", "int32")] * 3
+    wide = ("bfloat16", "bfloat16")
+    assert _dots(FORWARD_ONLY) == [("int8", "int8", "int32"), (*wide, "bfloat16"), (*wide, "float32")]
+
+
+def test_a_sum_that_may_not_fit_into_int32_is_refused():
+    x, w = jax.ShapeDtypeStruct((1, 133_145), jnp.bfloat16), jax.ShapeDtypeStruct((133_145, 1), jnp.bfloat16)
+    with pytest.raises(ValueError, match="at most 133144 products in int32; got fprop over 133145 elements"):
+        jax.eval_shape(lambda x, w: fp8.dot_general(x, w, MATMUL, recipe=fp8.Int8()), x, w)
+
+
+def test_the_longest_sum_fits():
+    q = jnp.ones((1, 133_144))
+    y = jax.jit(lambda q: fp8.dot_general(q, q.T, MATMUL, recipe=fp8.Int8()))(q)
+    np.testing.assert_allclose(y, 133_144, rtol=1e-6)
+
+
+def test_gradients_rounded_at_random_have_the_right_mean():
+    recipe = fp8.Int8(stochastic_rounding=True)
+    x = _normal(4, 64)
+    keys = jax.random.split(jax.random.key(0), 400)
+    q, scale_inv = jax.jit(jax.vmap(lambda key: recipe.quantize(x, key=key)))(keys)
+    step = np.asarray(scale_inv[0])
+    assert (np.abs(np.asarray(q * scale_inv) - x) <= step * 1.001).all()
+    np.testing.assert_allclose((q * scale_inv).mean(0) / step, x / step, atol=0.13)  # 5 standard errors of 1/2
+
+
+def test_random_rounding_needs_a_key_for_a_gradient_only():
+    x, w = jnp.ones((16, 16)), jnp.ones((16, 16))
+    recipe = fp8.Int8(stochastic_rounding=True)
+    dot = lambda x, **kwargs: fp8.dot_general(x, w, MATMUL, recipe=recipe, **kwargs)  # noqa: E731
+    assert jax.eval_shape(dot, x).shape == (16, 16)
+    with pytest.raises(ValueError, match="Int8 rounds gradients at random and needs a key"):
+        jax.eval_shape(jax.grad(lambda x: dot(x).sum()), x)
+    with_key = jax.grad(lambda x: dot(x, key=jax.random.key(0)).sum())
+    assert jax.eval_shape(with_key, x).shape == (16, 16)
+    assert not fp8.Int8(stochastic_rounding=True, dgrad="bfloat16", wgrad="bfloat16").rounds_at_random
+
+
+def _way(name, recipe):
+    """(function of (params, x), params)."""
+    if name == "linen":
+        model = nn.Dense(32)
+        with fp8.autocast(recipe, filter=("*",)):
+            params = model.init(jax.random.key(0), jnp.ones((8, 48)))["params"]
+
+        def apply(params, x):
+            with fp8.autocast(recipe, filter=("*",)):
+                return model.apply({"params": params}, x)
+
+        return apply, params
+    if name == "nnx":
+        model = nnx.Linear(48, 32, rngs=nnx.Rngs(0))
+        jaxmp.nnx.to_fp8(model, recipe, filter=lambda path, layer: True)
+        graph, params = nnx.split(model)
+        return lambda params, x: nnx.merge(graph, params)(x), params
+    w = jnp.asarray(_normal(48, 32, seed=1))
+    if name == "autocast":
+        return jaxmp.autocast(lambda w, x: x @ w, "bf16", recipe=recipe, filter=lambda path, eqn: True), w
+    if name == "gated":
+        return lambda w, x: fp8.gated_mlp(x, w, w, w.T, recipe=recipe), w
+    return lambda w, x: fp8.einsum("bk,kn->bn", x, w, recipe=recipe), w
+
+
+@pytest.mark.parametrize("way", ["linen", "nnx", "autocast", "gated", "einsum"])
+def test_every_way_in_takes_it(way):
+    apply, params = _way(way, fp8.Int8())
+    x = jnp.asarray(_normal(8, 48))
+    jaxpr = str(jax.make_jaxpr(apply)(params, x))
+    assert "preferred_element_type=int32" in jaxpr
+    grads = jax.jit(jax.grad(lambda params: (apply(params, x) ** 2).sum().astype("f4")))(params)
+    assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(grads) if g.ndim == 2)
+
+
+@pytest.mark.parametrize("around", ["jit", "vmap", "scan", "remat"])
+def test_it_goes_through_transformations(around):
+    xs, w = jnp.asarray(_normal(3, 8, 32)), jnp.asarray(_normal(32, 16, seed=1))
+
+    def f(x, w):
+        return fp8.dot_general(x, w, MATMUL, recipe=fp8.Int8())
+
+    ways = {
+        "jit": jax.jit(lambda xs, w: jnp.stack([f(x, w) for x in xs])),
+        "vmap": jax.vmap(f, (0, None)),
+        "scan": lambda xs, w: jax.lax.scan(lambda c, x: (c, f(x, w)), 0.0, xs)[1],
+        "remat": lambda xs, w: jnp.stack([jax.checkpoint(f, policy=fp8.save_quantized)(x, w) for x in xs]),
+    }
+
+    @jax.jit
+    def products(xs, w):
+        y, back = jax.vjp(ways[around], xs, w)
+        return y, back(y)[0]
+
+    y, dx = products(xs, w)
+    for i in range(3):
+        np.testing.assert_allclose(y[i], _product(np.asarray(xs[i]), np.asarray(w)), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(dx[i], _product(np.asarray(y[i]), np.asarray(w).T), rtol=1e-5, atol=1e-4)

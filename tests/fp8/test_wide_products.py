@@ -1,0 +1,101 @@
+"""dgrad="bfloat16" and wgrad="bfloat16": any recipe leaves a product of the backward pass in 16 bits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmp import fp8
+
+MATMUL = (((1,), (0,)), ((), ()))
+RECIPES = [
+    fp8.DelayedScaling(),
+    fp8.CurrentScaling(),
+    fp8.RowwiseScaling(),
+    fp8.BlockScaling(),
+    fp8.MXFP8(),
+    fp8.NVFP4(stochastic_rounding=False),
+    fp8.Int8(),
+]
+IDS = [type(recipe).__name__ for recipe in RECIPES]
+WIDE = {
+    "dgrad": {"dgrad": "bfloat16"},
+    "wgrad": {"wgrad": "bfloat16"},
+    "both": dict.fromkeys(("dgrad", "wgrad"), "bfloat16"),
+}
+
+
+def _tensors():
+    rng = np.random.default_rng(0)
+    shapes = (32, 48), (48, 16), (32, 16)
+    x, w, g = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    return x.astype(jnp.bfloat16), w, g.astype(jnp.bfloat16)
+
+
+def _scales(recipe):
+    return fp8.Scales(*(jnp.full((), s, jnp.float32) for s in (2.0, 3.0, 4.0))) if recipe.has_state else None
+
+
+def _products(recipe, x, w, g):
+    """y, dx, dw, the amaxes."""
+
+    def f(x, w, scales):
+        return fp8.dot_general(x, w, MATMUL, recipe=recipe, scales=scales)
+
+    y, back = jax.vjp(f, x, w, _scales(recipe))
+    return y, *back(g)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
+def test_a_product_that_is_named_is_that_of_16_bits_and_the_others_stay(recipe):
+    @jax.jit
+    def all_of_them(x, w, g):
+        in_16_bits = jax.lax.dot_general(g, w.astype(jnp.bfloat16), (((1,), (1,)), ((), ())))
+        of_weights = jax.lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        found = {name: _products(dataclasses.replace(recipe, **wide), x, w, g) for name, wide in WIDE.items()}
+        return _products(recipe, x, w, g), in_16_bits, of_weights, found
+
+    (y, dx, dw, amaxes), in_16_bits, of_weights, found = all_of_them(*_tensors())
+    for wide, (own_y, own_dx, own_dw, own_amaxes) in found.items():
+        np.testing.assert_array_equal(own_y, y)  # one program has all
+        np.testing.assert_array_equal(own_dx, in_16_bits if wide != "wgrad" else dx)
+        np.testing.assert_array_equal(own_dw, of_weights if wide != "dgrad" else dw)
+        assert own_dx.dtype == jnp.bfloat16 and own_dw.dtype == jnp.float32
+        if recipe.has_state:
+            assert own_amaxes == amaxes._replace(grad=-np.inf if wide == "both" else amaxes.grad)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
+def test_no_tensor_is_cast_for_a_product_in_16_bits(recipe):
+    def casts(recipe):
+        text = str(jax.make_jaxpr(lambda *tensors: _products(recipe, *tensors)[1:3])(*_tensors()))
+        names = {jnp.dtype(recipe.dtype(backward=backward)).name for backward in (False, True)}
+        return sum(text.count(f"new_dtype={name}") for name in names)
+
+    both, dgrad, narrow = (casts(dataclasses.replace(recipe, **wide)) for wide in (WIDE["both"], WIDE["dgrad"], {}))
+    assert both < dgrad <= narrow and both < narrow
+
+
+def test_an_activation_and_a_bias_stay_with_the_product():
+    x, w, g = _tensors()
+    recipe, bias = fp8.DelayedScaling(), jnp.ones(16)
+
+    def f(recipe):
+        def loss(x, w, bias):
+            given = {"activation": "silu", "bias": bias, "scales": _scales(recipe)}
+            return (fp8.dot_general(x, w, MATMUL, recipe=recipe, **given) * g).sum().astype(jnp.float32)
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(x, w, bias)
+
+    narrow, wide = f(recipe), f(fp8.DelayedScaling(**WIDE["both"]))
+    np.testing.assert_array_equal(wide[2], narrow[2])  # the sums over g
+    for a, b in zip(narrow[:2], wide[:2], strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(np.asarray(b, np.float32), np.asarray(a, np.float32), rtol=0.1, atol=1.0)
+
+
+def test_another_name_is_refused():
+    with pytest.raises(ValueError, match="wgrad is None, or \"bfloat16\" to leave this product in 16 bits; got 'f16'"):
+        fp8.CurrentScaling(wgrad="f16")
