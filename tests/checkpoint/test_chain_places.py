@@ -54,7 +54,7 @@ def trained(name):
         updates, opt_state = tx.update(PARAMS, opt_state, PARAMS)
         return optax.apply_updates(PARAMS, updates), opt_state
     step = jax.jit(lambda p, s, g: jaxmp.apply_gradients(tx, g, s, p))
-    jaxmp.get_loss_scale(opt_state)  # the gradients are made by hand
+    jaxmp.get_loss_scale(())  # the gradients are made by hand
     params, opt_state = step(params, opt_state, params)
     return step(params, opt_state, jax.tree.map(lambda p: p * jnp.inf, params))
 

@@ -39,7 +39,7 @@ FP32 = jaxmp.mixed_precision(INNER, "fp32")
 def trained(tx=TX, policy=POLICY):
     """(params, opt_state) after a step."""
     params, opt_state = jax.jit(lambda: (policy.cast_to_param(PARAMS), tx.init(PARAMS)))()
-    jaxmp.get_loss_scale(opt_state)  # the gradients are made by hand
+    jaxmp.get_loss_scale(())  # the gradients are made by hand
     return jax.jit(lambda p, s: jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, p), s, p))(params, opt_state)
 
 
@@ -405,6 +405,49 @@ def test_after_a_kill_in_a_save_the_next_run_is_quiet_and_leaves_nothing(tmp_pat
         assert (ended.returncode, ended.stderr) == (code, "")
         assert (tmp_path / "7.orbax-checkpoint-tmp").exists() == (step == 7)
     assert sorted(x.name for x in tmp_path.iterdir()) == [".writer", "3", "9"]
+
+
+@pytest.mark.parametrize("by", ["delete", "max_to_keep"])
+def test_a_kill_while_a_step_is_deleted_leaves_no_half_of_it(by, tmp_path, monkeypatch):
+    """After a roll-back the half was the newest step, and `restore` took it or called it damaged."""
+    params, unlink, deleted = {"w": jnp.ones(3)}, os.unlink, []
+
+    def killed(path, **options):
+        if deleted:
+            raise KeyboardInterrupt
+        deleted.append(path)
+        unlink(path, **options)
+
+    with checkpoint.manager(tmp_path, max_to_keep=2) as manager:
+        for step in (1, 2):
+            checkpoint.save(manager, step, params=params, opt_state=())
+            manager.wait_until_finished()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", killed)
+            with pytest.raises(KeyboardInterrupt):
+                if by == "delete":
+                    manager.delete(2)
+                else:
+                    checkpoint.save(manager, 3, params=params, opt_state=())
+                    manager.wait_until_finished()
+        left = [1] if by == "delete" else [2, 3]
+        assert deleted and sorted(int(x.name) for x in tmp_path.iterdir() if x.name.isdigit()) == left
+        assert checkpoint.restore(tmp_path, None, params=params).step == left[-1]
+        assert list((tmp_path / writer.DELETED).iterdir())
+    assert not (tmp_path / writer.DELETED).exists()  # gone with the next thing that the manager did
+
+
+def test_steps_that_a_killed_process_was_deleting_go_with_the_next_save(tmp_path):
+    (tmp_path / writer.DELETED / "4").mkdir(parents=True)
+    with checkpoint.manager(tmp_path, read_only=True) as manager:
+        assert manager.all_steps() == []
+    with checkpoint.manager(tmp_path) as manager:
+        assert manager.all_steps() == []
+        checkpoint.save(manager, 4, params={"w": jnp.ones(3)}, opt_state=())
+        manager.wait_until_finished()
+        manager.delete(4)
+        checkpoint.save(manager, 4, params={"w": jnp.ones(3)}, opt_state=())
+    assert sorted(x.name for x in tmp_path.iterdir()) == [".writer", "4"]
 
 
 def test_an_array_that_was_donated_is_named(tmp_path):

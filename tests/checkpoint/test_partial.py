@@ -35,7 +35,7 @@ def trained():
     """(params, opt_state) of Adam after a step."""
     tx = mixed(ADAM)
     params, opt_state = POLICY.cast_to_param(PARAMS), tx.init(PARAMS)
-    jaxmp.get_loss_scale(opt_state)  # the gradients are made by hand
+    jaxmp.get_loss_scale(())  # the gradients are made by hand
     return jax.jit(lambda p, s: jaxmp.apply_gradients(tx, p, s, p))(params, opt_state)
 
 
@@ -171,7 +171,7 @@ def test_states_that_cannot_be_told_apart_are_an_error(tmp_path):
 def test_the_error_of_two_schedules_names_a_pattern_that_keeps_the_saved_one(tmp_path):
     one = optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda count: -0.1))
     params, state = POLICY.cast_to_param(PARAMS), mixed(one).init(PARAMS)
-    jaxmp.get_loss_scale(state)  # the gradients are made by hand
+    jaxmp.get_loss_scale(())  # the gradients are made by hand
     params, state = jaxmp.apply_gradients(mixed(one), params, state, params)
     two = mixed(optax.chain(optax.trace(0.9), *[optax.scale_by_schedule(lambda count: -0.1)] * 2))
     with checkpoint.manager(tmp_path) as manager:
@@ -259,7 +259,7 @@ def test_a_schedule_at_the_place_of_adam_does_not_take_its_count(tmp_path):
     before, after = optax.scale_by_adam(), optax.scale_by_schedule(lambda count: -0.1)
     tx = mixed(optax.chain(optax.clip(1.0), before))
     params, opt_state = trained()[0], tx.init(PARAMS)
-    jaxmp.get_loss_scale(opt_state)  # the gradients are made by hand
+    jaxmp.get_loss_scale(())  # the gradients are made by hand
     params, opt_state = jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, params), opt_state, params)
     with checkpoint.manager(tmp_path) as manager:
         checkpoint.save(manager, 0, params=params, opt_state=opt_state)
@@ -288,6 +288,13 @@ def test_a_count_is_not_kept_without_its_moments(steps):
     assert int(optax.tree.get(found.opt_state, "count")) == 0 and not np.any(
         optax.tree.get(found.opt_state, "mu")["head"]
     )
+
+
+def test_lion_goes_on_with_the_average_of_gradients_that_adam_had(steps):
+    """Its count and its `mu` are Adam's, as both average the gradients; the squares are left over."""
+    found = restored_with(steps, optax.lion(1e-3), "fit")
+    assert found.report == ((), ADAM_LEAVES[3:], ())
+    assert_moved(moments(found.opt_state, "count", "mu"), moments(trained()[1], "count", "mu"))
 
 
 def test_a_new_head_and_what_fits(steps):

@@ -40,7 +40,7 @@ def make_state():
         params, opt_state = POLICY.cast_to_param(params32), TX.init(params32)
         return jaxmp.apply_gradients(TX, jax.tree.map(lambda x: x / 3, params), opt_state, params)
 
-    jaxmp.get_loss_scale(TX.init(params32))  # the gradients are made by hand
+    jaxmp.get_loss_scale(())  # the gradients are made by hand
     return made(params32)
 
 

@@ -102,6 +102,7 @@ def manager(directory: Any, *, max_to_keep: int | None = 3, save_interval_steps:
     place = places.folder(directory)
     if places.is_local(place):
         chosen |= {"temporary_path_class": writer.durable_path()}
+        chosen |= {} if options.get("read_only") else {"todelete_subdir": writer.DELETED}
     chosen |= options
     handlers = {orbax.STATE: ocp.StandardCheckpointHandler(), orbax.ABOUT: ocp.JsonCheckpointHandler()}
     with places.explained(place):
@@ -303,7 +304,8 @@ def restore(
         `Restored.report` lists all of it.
       moments: what of the wrapped optimizer's state is continued, for another optimizer or schedule on purpose.
         `"same"`: all of it, and the optimizer must be the same one, apart from `partial`. `"fit"`: each state of the
-        chain all of whose leaves are in the checkpoint; other states start as in `tx.init`. `"reset"`: nothing.
+        chain all of whose leaves are in the checkpoint, by names and shapes; other states start as in `tx.init`. So
+        Lion continues with Adam's `mu`: both are averages of gradients. `"reset"`: nothing.
         Masters, loss scale and fp8 histories are always continued. `Restored.report` lists what is fresh.
 
     Returns:

@@ -1,10 +1,11 @@
-"""One writer for a directory of steps, steps that are on the disk before they get their name, and a save that ends.
+"""One writer for a directory of steps, each of which is there as a whole or not at all, and a save that ends.
 
 Orbax writes a step into a folder with a temporary name, and renames it at the end. The writer of a directory removes
 what killed processes left there under such names, so two processes that save into one directory would remove the
 folders of each other. Also, a rename may reach the disk before the files do: after a power failure, the step would
-exist with empty files. A save runs in the background: a program that ends while it runs, and has not closed its
-manager, would lose the step.
+exist with empty files. A step that is deleted is renamed, too, before its files go: else a process that is killed
+meanwhile would leave a step of which a part is missing, and after a roll-back it would be the newest. A save runs in
+the background: a program that ends while it runs, and has not closed its manager, would lose the step.
 """
 
 import atexit
@@ -29,6 +30,7 @@ except ImportError:  # no such locks on this system: writers are not kept apart
 
 _LOCK = ".writer"
 UNFINISHED = ".orbax-checkpoint-tmp"  # how Orbax names the folder of a step until it is complete
+DELETED = ".deleted"  # the folder in a directory of steps for those that are deleted, until their files are
 # Python 3.12.0 to 3.12.2 starts no thread from the end of the main thread on (gh-113964), so no save can end there.
 _SAVES_END_LATE = not (3, 12) <= sys.version_info < (3, 12, 3)
 
@@ -75,6 +77,19 @@ def manager_class() -> Any:
             if not (_SAVES_END_LATE or self._is_in_with or self._until_closed is None):
                 self.wait_until_finished()
             return is_saved
+
+        def wait_until_finished(self) -> None:
+            super().wait_until_finished()
+            self._empty()
+
+        def delete(self, step: int) -> None:
+            super().delete(step)
+            self._empty()
+
+        def _empty(self) -> None:
+            """Deletes the files of the steps that Orbax has put aside since."""
+            if jax.process_index() == 0 and places.is_local(place := places.folder(self.directory)):
+                shutil.rmtree(place / DELETED, ignore_errors=True)
 
         def __enter__(self) -> Any:
             self._is_in_with = True
@@ -140,7 +155,7 @@ class _Lock:
             lock = cls(_locked(folder))
             if lock._file is not None:
                 cls._held[_identity(os.fstat(lock._file))] = lock
-                for left in folder.glob(f"*{UNFINISHED}"):
+                for left in (*folder.glob(f"*{UNFINISHED}"), folder / DELETED):
                     shutil.rmtree(left, ignore_errors=True)
         lock._holders += 1
         return lock

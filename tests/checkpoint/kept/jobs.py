@@ -52,7 +52,7 @@ def trained(tx, policy, params):
     """(params, opt_state) after two steps whose gradients are the params."""
     params = jax.tree.map(jnp.asarray, params)
     held, opt_state = policy.cast_to_param(params), tx.init(params)
-    jaxmp.get_loss_scale(opt_state)  # the gradients are made by hand
+    jaxmp.get_loss_scale(())  # the gradients are made by hand
     for _ in range(2):
         grads = jax.tree.map(jnp.copy, held)
         held, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, held)
