@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -333,6 +334,55 @@ def test_a_job_moves_between_numbers_of_devices_without_a_layout(order, shapes_a
         assert jax.tree.map(jnp.shape, held[0]) == jax.tree.map(jnp.shape, like)
         assert_moved(jax.tree.map(np.asarray, fsdp.trim(held, layout)), expected)
         assert held[0]["embed"].sharding.is_equivalent_to(layout.shardings["embed"], 2)
+
+
+class Layers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(5)(nn.Dense(49)(nn.Dense(33)(x)))
+
+
+def with_scales():
+    """Params with the scales of the fp8 layer in the middle, of 33 x 49."""
+    with jaxmp.fp8.autocast(jaxmp.fp8.DelayedScaling()):
+        return Layers().init(jax.random.key(0), jnp.ones((16, 6)))["params"]
+
+
+TIED = jnp.asarray(RNG.normal(size=(51, 6)), jnp.float32)
+STORED = jaxmp.get_policy("fp8", fp8_weights=True)
+KINDS = {
+    "tied leaves": ("fp16", optax.adam(1e-2), {}, lambda: {"embed": TIED, "head": TIED, "k": jnp.ones((6, 13))}),
+    "kernels in fp8": (STORED, optax.adam(1e-2), {}, with_scales),
+    "kernels in fp8, moments in 8 bits": (STORED, jaxmp.fused_lion(1e-2, state_dtype=jnp.int8), {}, with_scales),
+    "moments in 8 bits, masters split in 8": (
+        "bf16",
+        jaxmp.fused_adamw(1e-2, state_dtype=jnp.int8),
+        {"remainder_bits": 8},
+        lambda: {"k": jnp.asarray(RNG.normal(size=(201, 128)), jnp.float32), "few": jnp.ones((3, 11))},
+    ),
+}
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_state_moves_between_numbers_of_devices(kind, tmp_path):
+    policy, inner, options, make = KINDS[kind]
+    policy, params32 = jaxmp.get_policy(policy), make()
+    tx = jaxmp.mixed_precision(inner, policy, **options)
+    params, opt_state = policy.cast_to_param(params32), tx.init(params32)
+    jaxmp.get_loss_scale(())  # the gradients are made by hand
+    grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16 if x.dtype == jnp.float8_e4m3fn else x.dtype), params)
+    params, opt_state = jax.jit(lambda g, p, s: jaxmp.apply_gradients(tx, g, s, p))(grads, params, opt_state)
+    expected = jax.tree.map(np.asarray, (params, opt_state))
+    layout = layout_of(1, params32)
+    held = on(1, params, layout), fsdp.pad(opt_state, layout)
+    for devices in (8, 3, 6, 2, 4, 1):
+        with checkpoint.manager(tmp_path / str(devices)) as steps:
+            checkpoint.save(steps, 0, params=held[0], opt_state=held[1], layout=layout)
+            layout = layout_of(devices, params32)
+            assert layout.padding > 0 or devices != 8
+            held = checkpoint.restore(steps, tx, params=shapes(params, layout))[1:3]
+    assert_moved(jax.tree.map(np.asarray, held), expected)
 
 
 def test_from_one_device_that_knew_no_layout(tmp_path):

@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
-from jaxmp._src.checkpoint import chain_places, fp8_history, job_leaves, placement
+from jaxmp._src.checkpoint import chain_places, fp8_history, job_leaves, placement, unsent
 from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.guard import argument_kinds
 from jaxmp._src.numerics import casting
@@ -90,7 +90,9 @@ def convert(
     saved = job_leaves.of_trees(params, opt_state, "the state to convert")
     cast = jax.eval_shape(policy.cast_to_param, jax.tree.map(_in_float32, like))
     wanted = jax.tree.map(placement.beside, cast, like)
-    new_params, new_state = assemble(chain_places.aligned(saved, leaves_of(to, wanted)), to, wanted)
+    wanted_state = leaves_of(to, wanted)
+    saved = unsent.fitted(chain_places.aligned(saved, wanted_state), wanted_state, placement.Shardings(wanted))
+    new_params, new_state = assemble(saved, to, wanted)
     return state_arrays.own_buffers((new_params, new_state), foreign=(opt_state, params))
 
 

@@ -13,10 +13,6 @@ from jaxmp._src.step import leaf_paths, reload_masters, state_paths
 from jaxmp._src.step.state_paths import StatePath
 from pallas_kernels import moments
 
-_OF_EACH_DEVICE = (
-    " Each device of an axis has its own: make the transform with devices= of the save, or restore with "
-    'partial="*unsent*", and what was not sent yet starts from zero.'
-)
 _join = jax.jit(moments.join)  # one pass, not one for each operation
 
 
@@ -131,7 +127,7 @@ def check_state(saved: Saved, wanted: Mapping[StatePath, Any]) -> None:
         if tuple(got.shape) != tuple(x.shape):
             raise ValueError(
                 f"{rule}; {path} has shape {tuple(got.shape)} there, expected {tuple(x.shape)}."
-                f"{_OF_EACH_DEVICE if 'by_axis' in path.words else _pmap_hint(got.shape, x.shape)}"
+                f"{_pmap_hint(got.shape, x.shape)}"
             )
         if not _may_become(got, x):
             raise ValueError(

@@ -33,10 +33,16 @@ def beside(x: Any, other: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=chosen_sharding(other))
 
 
+def axis_of(path: StatePath) -> str | None:
+    """The mesh axis of an array of which each device has its own (`PerDevice`); None for any other leaf."""
+    return path.words[-1] if path.words[-2:-1] == ("by_axis",) else None
+
+
 class Shardings:
     """Where each leaf goes: params as in `like`; a master or a moment of the same shape like its param.
 
     Arrays that differ from device to device (`PerDevice`) are split over their mesh axis, if it has as many devices.
+    If they are those of another number of devices, they are split where they can be.
     All other leaves are replicated over the mesh of the params. Without a chosen sharding a leaf does not move.
     """
 
@@ -60,8 +66,8 @@ class Shardings:
     def of(self, path: StatePath, shape: tuple[int, ...]) -> Any:
         """The sharding of a leaf of params or of a state; None: leave it where it is."""
         param = None if path.begins is None else path.names[path.begins : path.ends]
-        if self.replicated is not None and path.words[-2:-1] == ("by_axis",):
-            sharding = self._of_each_device(path.words[-1], param, tuple(shape))
+        if self.replicated is not None and (axis := axis_of(path)) is not None:
+            sharding = self._of_each_device(axis, param, tuple(shape))
             if sharding is not None:
                 return sharding
         found = None if param is None else self._by_names.get(param)
@@ -75,12 +81,18 @@ class Shardings:
     def _of_each_device(self, axis: str, param: tuple[str, ...] | None, shape: tuple[int, ...]) -> Any:
         """The sharding of arrays that a param has by device of an axis; None: not by device."""
         mesh = getattr(self.replicated, "mesh", None)
-        if mesh is None or not shape or mesh.shape.get(axis) != shape[0]:
+        if mesh is None or not shape or axis not in mesh.shape:
             return None
         param_shape, sharding = (None, None) if param is None else self._by_names.get(param, (None, None))
         spec = sharding.spec if isinstance(sharding, jax.sharding.NamedSharding) else ()
         rest = spec if param_shape == shape[1:] and axis not in shardings.axes_of(spec) else ()
-        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis, *rest))
+        parts = [axis, *rest, *[None] * (len(shape) - 1 - len(rest))]
+        if shape[0] % mesh.shape[axis]:  # those of other devices: `unsent` takes their mean
+            free = [d for d, part in enumerate(parts) if part is None and shape[d] % mesh.shape[axis] == 0]
+            parts = [None, *parts[1:]]
+            if free:
+                parts[free[0]] = axis
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*parts))
 
     def check_devices(self, structure: Any) -> None:
         """Raises a ValueError for a state of `tx.init` that is for another number of devices than the mesh has."""

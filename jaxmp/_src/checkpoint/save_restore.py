@@ -30,6 +30,7 @@ from jaxmp._src.checkpoint import (
     placement,
     places,
     regroup,
+    unsent,
     writer,
 )
 from jaxmp._src.distributed import param_layout
@@ -462,7 +463,7 @@ def _saved_of(
     saved = job_leaves.Saved(leaves, dict(parts.get("opt_state", {})), job_leaves.CHECKPOINT)
     if not like_state:
         return saved, []
-    saved = chain_places.aligned(saved, like_state)
+    saved = unsent.fitted(chain_places.aligned(saved, like_state), like_state, placement.Shardings(like))
     return (saved, []) if change.is_empty else regroup.fitted(saved, like_state, change)
 
 
