@@ -441,6 +441,8 @@ def test_steps_that_a_killed_process_was_deleting_go_with_the_next_save(tmp_path
     (tmp_path / writer.DELETED / "4").mkdir(parents=True)
     with checkpoint.manager(tmp_path, read_only=True) as manager:
         assert manager.all_steps() == []
+        manager.wait_until_finished()
+    assert (tmp_path / writer.DELETED / "4").exists()  # a writer may just be putting it aside
     with checkpoint.manager(tmp_path) as manager:
         assert manager.all_steps() == []
         checkpoint.save(manager, 4, params={"w": jnp.ones(3)}, opt_state=())
@@ -448,6 +450,10 @@ def test_steps_that_a_killed_process_was_deleting_go_with_the_next_save(tmp_path
         manager.delete(4)
         checkpoint.save(manager, 4, params={"w": jnp.ones(3)}, opt_state=())
     assert sorted(x.name for x in tmp_path.iterdir()) == [".writer", "4"]
+    with pytest.MonkeyPatch.context() as patch:  # another process has the lock
+        patch.setattr(writer.fcntl, "flock", refuse)
+        with checkpoint.manager(tmp_path) as other, pytest.raises(ValueError, match="has another writer .process"):
+            other.delete(4)
 
 
 def test_an_array_that_was_donated_is_named(tmp_path):

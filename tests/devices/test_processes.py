@@ -2,13 +2,8 @@
 
 import itertools
 import json
-import os
-import pathlib
 import pickle
 import signal
-import socket
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -19,45 +14,12 @@ import jaxmp
 import process_worker
 import regimes
 import resume_worker
-from helpers import assert_moved, compiled_quickly
+from helpers import assert_moved
+from processes import HANGS_AFTER, finish, start
 
 pytestmark = pytest.mark.xdist_group("regimes")  # shares traces with test_regimes.py
 
 PROCESSES = 2
-HANGS_AFTER = 300  # seconds; a run takes about ten
-
-
-def start(script, folder, processes, devices):
-    """The processes, not waited for, and the files that hold what they print."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    flags = [f for f in os.environ["XLA_FLAGS"].split() if "host_platform_device_count" not in f]
-    flags.append(f"--xla_force_host_platform_device_count={devices}")
-    environment = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
-    logs = [(folder / f"{rank}.out").open("w+") for rank in range(processes)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(processes), str(port), str(folder)],
-            env=compiled_quickly(environment),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        for rank, log in enumerate(logs)
-    ]
-    return workers, logs
-
-
-def finish(workers, logs):
-    """Waits for processes, which have to end well."""
-    try:
-        codes = [worker.wait(HANGS_AFTER) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-        for log in logs:
-            log.close()
-    assert codes == [0] * len(workers), "\n".join(pathlib.Path(log.name).read_text()[-3000:] for log in logs)
 
 
 def wait_for_the_kill(workers, logs, folder):

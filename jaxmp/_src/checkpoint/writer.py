@@ -37,7 +37,7 @@ _SAVES_END_LATE = not (3, 12) <= sys.version_info < (3, 12, 3)
 
 @functools.cache
 def manager_class() -> Any:
-    """A `CheckpointManager` whose first save takes the lock of its directory, and whose `close` gives it back.
+    """A `CheckpointManager` whose first save or deletion takes the lock of its directory; `close` gives it back.
 
     If nobody calls `close`, the end of the program does; or, where Python cannot, each save outside of `with` waits.
     """
@@ -73,6 +73,7 @@ def manager_class() -> Any:
                 self._lock = _Lock.of(folder)
 
         def save(self, *args: Any, **kwargs: Any) -> bool:
+            self.hold()
             is_saved: bool = super().save(*args, **kwargs)
             if not (_SAVES_END_LATE or self._is_in_with or self._until_closed is None):
                 self.wait_until_finished()
@@ -83,13 +84,14 @@ def manager_class() -> Any:
             self._empty()
 
         def delete(self, step: int) -> None:
+            self.hold()
             super().delete(step)
             self._empty()
 
         def _empty(self) -> None:
             """Deletes the files of the steps that Orbax has put aside since."""
-            if jax.process_index() == 0 and places.is_local(place := places.folder(self.directory)):
-                shutil.rmtree(place / DELETED, ignore_errors=True)
+            if self._lock is not None:  # else another process may be putting one aside
+                shutil.rmtree(places.folder(self.directory) / DELETED, ignore_errors=True)
 
         def __enter__(self) -> Any:
             self._is_in_with = True
