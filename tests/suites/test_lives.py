@@ -64,14 +64,15 @@ def test_lives_of_several_processes(kind, tmp_path):
 
     def of_processes(count, *, killed=False):
         """The step that all of them restored; with `killed`, how each ended and what it printed."""
-        # One device each: gloo's collectives on several devices of one process can wait for each other for good.
+        # One device each, so that a few cores are enough.
         workers, logs = processes.start(lives.__file__, tmp_path, count, 1, kind, STEPS, *(["dies"] * killed))
         if killed:
             codes = processes.wait(workers, logs)
             return codes, [(tmp_path / f"{rank}.out").read_text() for rank in range(count)]
         processes.finish(workers, logs)
-        told = [re.search(r"^restored (.*)$", (tmp_path / f"{n}.out").read_text(), re.M) for n in range(count)]
-        (restored,) = {int(found[1]) for found in told}
+        told = [(tmp_path / f"{rank}.out").read_text() for rank in range(count)]
+        assert not any("Traceback" in text for text in told)  # of what a killed process left
+        (restored,) = {int(re.search(r"^restored (.*)$", text, re.M)[1]) for text in told}
         return restored
 
     steps = tmp_path / "steps"
@@ -80,10 +81,11 @@ def test_lives_of_several_processes(kind, tmp_path):
     codes, told = of_processes(2, killed=True)
     assert codes[1] == -signal.SIGKILL and codes[0] not in (0, -signal.SIGKILL)
     assert re.search(r"stopped sending heartbeats\):\s+1\b", told[0]), told[0]  # the number of the process
-    assert sorted(int(x.name) for x in steps.iterdir() if x.name.isdigit()) == [1, 3]
-    assert of_processes(3) == 3
-    assert of_processes(1) == 5
+    last = max(int(x.name) for x in steps.iterdir() if x.name.isdigit())
+    assert last in (3, 5)  # 5 if the save was complete before the kill
+    assert of_processes(3) == last
+    assert of_processes(1) == last + STEPS
     restored, found = lives.live("pmap", 3, steps, kind, STEPS)
-    assert restored == 7
-    check_ends_as(found, kind, 10, tmp_path / "whole")
+    assert restored == last + 2 * STEPS
+    check_ends_as(found, kind, last + 1 + 3 * STEPS, tmp_path / "whole")
     assert jaxmp.checkpoint.read_metadata(steps)["format"] == 1
