@@ -6,10 +6,13 @@ import os
 import pydoc_data.topics
 import re
 import runpy
+import signal
 import socket
 import subprocess
 import sys
+import types
 
+import jax
 import pytest
 
 import train
@@ -230,3 +233,53 @@ def test_a_script_completes_its_options(run, capsys):
     ask = f'COMP_WORDS=({script.name} --st); COMP_CWORD=1; {name}; echo "${{COMPREPLY[@]}}"'
     found = subprocess.run(["bash", "-c", f"{completion}\n{ask}"], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["--steps"]
+
+
+@pytest.fixture
+def tensorboard(monkeypatch):
+    """A stand-in for tensorboardX: what was written, as {name: {step: value}}; at `stop_at` it sends SIGTERM."""
+    written, before = types.SimpleNamespace(scalars={}, stop_at=None), signal.getsignal(signal.SIGTERM)
+
+    class SummaryWriter:
+        def __init__(self, folder):
+            written.folder = folder
+
+        def add_scalar(self, name, value, step):
+            written.scalars.setdefault(name, {})[step] = value
+            if step == written.stop_at:
+                written.stop_at = None
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    monkeypatch.setattr(jax, "device_count", lambda: 1)  # a program for one device compiles in half the time
+    yield written
+    signal.signal(signal.SIGTERM, before)
+
+
+LOOP = "--policy fp16 --steps 8 --batch-size 8 --seq-len 8 --width 16 --layers 1 --log-every 2 --eval-every 8".split()
+
+
+def test_loop_stops_at_sigterm_and_goes_on(run, short_text, tensorboard, tmp_path):
+    assert len((ROOT / "examples" / "loop.py").read_text().splitlines()) < 150
+    tensorboard.stop_at = 4
+    knobs = (*LOOP, "--peak-tflops", 0.001, "--tensorboard", "--out", tmp_path / "cut")
+    assert "SIGTERM after step 4: saved; the same command goes on here" in run("loop.py", *knobs)
+    assert list(tensorboard.scalars["loss"]) == [2, 4]
+    out = run("loop.py", *knobs)
+    assert re.search(r"step 8: held-out loss \d\.\d{4}\n", out) and "skipped" in out and "tokens/s" in out
+    scalars = tensorboard.scalars
+    assert list(scalars["loss"]) == [2, 4, 6, 8] and list(scalars["held_out_loss"]) == [8]
+    assert all(math.isfinite(x) for column in scalars.values() for x in column.values())
+    assert all(0.01 < x < 100 for x in scalars["grad_norm"].values())  # unscaled: the scale is 65536
+    assert all(x > 0 for name in ("tokens_per_second", "mfu") for x in scalars[name].values())
+
+
+@pytest.mark.thorough(0)
+def test_loop_goes_on_with_the_same_bits(run, short_text, tensorboard, tmp_path):
+    found = []
+    for name, stop_at in (("cut", 4), ("whole", None)):
+        tensorboard.scalars, tensorboard.stop_at = {}, stop_at
+        for _ in range(2 if stop_at else 1):
+            run("loop.py", *LOOP, "--tensorboard", "--out", tmp_path / name)
+        found.append({name: tensorboard.scalars[name] for name in ("loss", "grad_norm", "held_out_loss")})
+    assert found[0] == found[1]
