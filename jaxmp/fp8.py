@@ -7,7 +7,7 @@
 
 A matmul in fp8 multiplies 8-bit numbers with 3 or 2 bits of mantissa; a scale per tensor moves each tensor into their
 range. The *recipe* says how the scale is computed. `DelayedScaling` computes it from the largest magnitudes (amaxes) of
-earlier steps. The scales are leaves of the params, the amaxes are their gradients, and the histories are in
+earlier steps. The scales are leaves of the params, their gradients are records of the amaxes, and the histories are in
 `opt_state`. So fp8 works in any loop, and clipping, weight decay, Adam and the loss scale do not change the scales.
 
 In this order: `DelayedScaling`, `CurrentScaling`, `RowwiseScaling`, `BlockScaling`, `MXFP8`, `NVFP4`,

@@ -27,7 +27,7 @@ MOVED = {
     BENCHMARKS: "performance/index.md",
 }
 WITHOUT_CONTENTS = "---\nhide:\n  - toc\n---\n\n"  # room for wide tables and long lines
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"\]\(([^)\s]+)( '[^']*')?\)")  # a title names the row of a table (tests/project/test_claims.py)
 FENCE = re.compile(r"(^```.*?^```$)", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -227,7 +227,7 @@ def turn_links(text: str, source: str, uri: str) -> tuple[str, set[str]]:
     def replace(match):
         link, copied = turned(match[1], source, uri)
         copies.add(copied)
-        return f"]({link})"
+        return f"]({link}{match[2] or ''})"
 
     parts = FENCE.split(text)
     parts[::2] = [LINK.sub(replace, part) for part in parts[::2]]

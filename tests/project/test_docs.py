@@ -50,7 +50,7 @@ def resolves(page, link):
 
 def test_links_resolve():
     """Files, and headings if a link names one. `make docs` checks the built pages."""
-    links = [(page, link) for page in LINKING for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    links = [(page, link) for page in LINKING for link in re.findall(r"\]\(([^)\s]+)(?: '[^']*')?\)", page.read_text())]
     assert len(links) > 100
     assert [f"{name_of(page)}: {link}" for page, link in links if not resolves(page, link)] == []
 
@@ -131,6 +131,25 @@ def test_the_comparison_names_existing_tests_for_each_row():
     proofs = dict(re.findall(r"^(\d+)\. (.*(?:\n +.*)*)", text, flags=re.MULTILINE))
     assert rows == [str(i + 1) for i in range(len(rows))] == list(proofs)
     assert [(row, missing) for row, proof in proofs.items() if (missing := missing_tests(proof))] == []
+
+
+def test_each_row_of_the_comparison_has_a_test_of_jaxmp_and_of_what_its_marks_say():
+    """`r` needs a test that runs the system (in tests/peers, or `# the peer`); `t` one that reads recorded traces."""
+    text = (ROOT / "docs" / "comparison.md").read_text()
+    files = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
+    sources = {name: path.read_text() for name, path in files.items()}
+    rows = dict(re.findall(r"^\| (\d+)\. (.*)$", text, flags=re.MULTILINE))
+    for row, proof in re.findall(r"^(\d+)\. (.*(?:\n +.*)*)", text, flags=re.MULTILINE):
+        named = re.findall(r"`(test_\w+)::(test_\w+)`", proof)
+        bodies = [sources[file].split(f"\ndef {test}(")[1].split("\n\n\n")[0] for file, test in named]
+        assert any(
+            files[file].parent.name != "peers" or "megatron" in file or re.search(r"\bjaxmp\.|\bour_", body)
+            for (file, _), body in zip(named, bodies, strict=True)
+        ), row
+        marks = {cell.rpartition(" ")[2] for cell in rows[row].split(" | ")}
+        beside = [files[file].parent.name == "peers" or "optax" in test for file, test in named]
+        assert "r" not in marks or any(beside) or any("# the peer" in body for body in bodies), row
+        assert "t" not in marks or any("oracles" in sources[file] or "traces" in sources[file] for file, _ in named), row
 
 
 def test_the_guarantees_name_existing_tests():
