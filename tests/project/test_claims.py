@@ -73,7 +73,9 @@ CALCULATED = {
 
 
 def claims_without_a_row(page):
-    text = re.sub(r"^```.*?^```$|<!-- \w+: written by .*?: end -->", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^```.*?^```$|<!-- \w+: written by .*?: end -->", "", page.read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     text = re.sub(r"\s+", " ", CLAIM.sub("", text))
     for allowed in CALCULATED.get(str(page.relative_to(ROOT)), ()):
         assert allowed in text
