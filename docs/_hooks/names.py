@@ -4,7 +4,7 @@ The public names are those that the faces import (`from x import name as name`).
 modules beside it, and `pallas_kernels/__init__.py`. A name of a face such as `jaxmp.fp8` is on the page of this face. A
 name of `jaxmp` itself is on the page of the room that defines it: `jaxmp._src.step.policy` belongs to the room `step`,
 and a function that the room `guard` wraps to the room where it is written. So a new public name, a new room and a new
-face each get their place without a change here.
+face each get their place without a change here. `FIRST` says what a reader looks for first.
 """
 
 import ast
@@ -26,6 +26,18 @@ TITLES = {
     "numerics": "Numerics for models",
     "precision_search": "Precision search",
     "porting": "Porting",
+}
+
+# The names that begin a page, in this order. The page of `autocast` also has those that the room `step` defines, because
+# they take a policy.
+FIRST = {
+    "step": ("mixed_precision", "value_and_grad", "apply_gradients", "get_policy", "get_metrics", "get_master_params"),
+    "autocast": ("autocast", "explain_autocast", "no_autocast"),
+    "fp8": ("autocast", "DelayedScaling", "CurrentScaling", "calibrate", "get_scales", "get_amaxes"),
+    "checkpoint": ("manager", "save_job", "restore_job", "save", "restore"),
+    "monitor": ("Monitor", "step_stats", "log_metrics", "first_bad_op"),
+    "nnx": ("Optimizer", "value_and_grad", "to_fp8"),
+    "memory": ("plan", "Plan", "overview"),
 }
 
 
@@ -118,6 +130,9 @@ def pages() -> dict[str, tuple[str, list[str]]]:
         found[module.removeprefix("jaxmp.")] = (module, names)
     for name, origin in of_jaxmp.items():
         if origin.startswith(ROOMS):
-            room = room_of(origin)
+            room = "autocast" if name in FIRST["autocast"] else room_of(origin)
             found.setdefault(room, (room, []))[1].append(f"jaxmp.{name}")
+    for page, (_, names) in found.items():
+        order = {name: place for place, name in enumerate(FIRST.get(page, ()))}
+        names.sort(key=lambda name: order.get(name.rpartition(".")[2], len(order)))
     return {page: (title, names) for page, (title, names) in found.items() if names}

@@ -26,7 +26,8 @@ MOVED = {
     "examples/third_party/README.md": "examples/third_party.md",
     BENCHMARKS: "performance/index.md",
 }
-WITHOUT_CONTENTS = "---\nhide:\n  - toc\n---\n\n"  # room for wide tables and long lines
+# Room for wide tables and long lines; and a search names the pages that explain before tables and sources.
+WITHOUT_CONTENTS = "---\nhide:\n  - toc\nsearch:\n  boost: 0.2\n---\n\n"
 LINK = re.compile(r"\]\(([^)\s]+)( '[^']*')?\)")  # a title names the row of a table (tests/project/test_claims.py)
 FENCE = re.compile(r"(^```.*?^```$)", flags=re.MULTILINE | re.DOTALL)
 

@@ -1,8 +1,8 @@
 """What pages say of speed and memory is in a table of benchmarks/, and names its row.
 
 A claim is a link: its text has the numbers, its target is a section of benchmarks/README.md or a file of
-benchmarks/results, and its title is the row, `'first cell'` or `'first cell; another cell'`. That the tables are those
-of the stored results is test_benchmarks.py's.
+benchmarks/results, and its title is the row, `'first cell'` or `'first cell; another cell'`, without double quotes.
+That the tables are those of the stored results is test_benchmarks.py's.
 """
 
 import functools
@@ -29,7 +29,7 @@ def rows_of(target):
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         if re.sub(r"[^\w\- ]", "", section.splitlines()[0].lower()).replace(" ", "-") == anchor:
             lines = [line for line in section.splitlines() if line.startswith("| ")]
-            return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
+            return [[cell.strip().replace('"', "") for cell in line.strip("| ").split(" | ")] for line in lines]
     raise AssertionError(f"no section {anchor!r}")
 
 
