@@ -28,8 +28,8 @@ TITLES = {
     "porting": "Porting",
 }
 
-# The names that begin a page, in this order. The page of `autocast` also has those that the room `step` defines, because
-# they take a policy.
+# The names that begin a page, in this order. The page of `autocast` also has those that the room `step` defines,
+# because they take a policy.
 FIRST = {
     "step": ("mixed_precision", "value_and_grad", "apply_gradients", "get_policy", "get_metrics", "get_master_params"),
     "autocast": ("autocast", "explain_autocast", "no_autocast"),
