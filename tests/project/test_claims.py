@@ -57,6 +57,7 @@ MEASURED = re.compile(
 )
 # No measurement: sizes that the reader chooses or hardware has, and sums of dtypes that the code of the page shows.
 CALCULATED = {
+    "docs/explanation/synchronization.md": ("2 more bytes for each param", "4 bytes for each param instead of 2"),
     "docs/how-to/installation.md": ("A T4 has 16 GB",),
     "docs/how-to/job/loop.md": ("989 TFLOP/s for an H100",),
     "docs/how-to/memory/memory.md": (
