@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as inside_a_jit
 
 _OPTIMIZED = {
@@ -39,18 +40,20 @@ def vary(seed: str) -> None:
         return _Varied(jit, fun, options, ways, seed)
 
     jax.jit = functools.wraps(jit)(varied)
+    export = jax.export.export
+    jax.export.export = lambda f, *args, **kwargs: export(f._plain if isinstance(f, _Varied) else f, *args, **kwargs)
 
 
 class _Varied:
     """A jitted function: what is not said here is asked of `jax.jit`'s."""
 
     def __init__(self, jit: Callable, fun: Callable, options: dict[str, Any], ways: list[dict], seed: str) -> None:
+        functools.update_wrapper(self, fun)  # first: it copies the attributes below, if `fun` wraps another of these
         self._plain = jit(fun, **options)
         # Inside another program the outer one decides: jax takes options of the outermost only.
         said = options.get("compiler_options") or {}
         self._by_way = [jit(fun, **(options | {"compiler_options": way | said})) for way in ways]
         self._seed, self._chosen = seed, {}
-        functools.update_wrapper(self, fun)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if inside_a_jit():

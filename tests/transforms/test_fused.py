@@ -117,8 +117,9 @@ def test_nesterov_equals_optax_in_all_forms_of_masters(bits, roundings):
     )
     masters = [jaxmp.get_master_params(*x) for x in ((got_state, got), (expected_state, expected))]
     assert_close(*masters, rtol=STEPS * roundings, atol=1e-6)
-    moments = [{name: optax.tree.get(x, name) for name in ("mu", "nu", "count")} for x in (got_state, expected_state)]
-    assert_close(*moments, rtol=STEPS * 2.0**-22, atol=1e-12)
+    for name, atol in (("mu", 1e-9), ("nu", 1e-15), ("count", 0.0)):  # mu is a sum of terms that cancel
+        moments = [optax.tree.get(x, name) for x in (got_state, expected_state)]
+        assert_close(*moments, rtol=STEPS * 2.0**-22, atol=atol)
 
 
 @pytest.mark.thorough(1)
