@@ -77,8 +77,9 @@ def gated_mlp(
       ValueError: as `dot_general`.
 
     Example:
+      >>> import jaxmp
       >>> x, w = jnp.ones((16, 32), jnp.bfloat16), jnp.ones((32, 32)) / 32
-      >>> y = gated_mlp(x, w, w, w, recipe=recipes.CurrentScaling())
+      >>> y = gated_mlp(x, w, w, w, recipe=jaxmp.fp8.CurrentScaling())
       >>> y.shape, y.dtype.name, float(y[0, 0])  # silu(1) is 0.73, in fp8 0.75
       ((16, 32), 'bfloat16', 0.75)
 

@@ -47,12 +47,12 @@ class FallbackWarning(UserWarning):
     """A matmul that should run in fp8 runs in its inputs' own dtype; the message says why.
 
     Example:
-      >>> import warnings
+      >>> import jaxmp, warnings
       >>> with warnings.catch_warnings():
       ...     warnings.simplefilter("error", FallbackWarning)  # every fallback is an error
       ...     x, outer = jnp.ones(16), (((), ()), ((), ()))
       ...     try:
-      ...         y = dot_general(x, x, outer, recipe=recipes.CurrentScaling())
+      ...         y = dot_general(x, x, outer, recipe=jaxmp.fp8.CurrentScaling())
       ...     except FallbackWarning as e:
       ...         print(e)
       this matmul runs in float32 instead of fp8: it sums over no axis [docs/warnings.md#fp8-fallback]
@@ -111,8 +111,9 @@ def dot_general(
       FallbackWarning: no axis is contracted (an outer product); the product then runs in the result's dtype.
 
     Example:
+      >>> import jaxmp
       >>> x, w = jnp.ones((16, 32), jnp.bfloat16), jnp.ones((32, 48), jnp.bfloat16)
-      >>> y = dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipes.CurrentScaling())
+      >>> y = dot_general(x, w, (((1,), (0,)), ((), ())), recipe=jaxmp.fp8.CurrentScaling())
       >>> y.shape, y.dtype.name, float(y[0, 0])
       ((16, 48), 'bfloat16', 32.0)
 
