@@ -17,12 +17,14 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from jaxmp._src.autocast import regions, roundings
+from jaxmp._src.autocast import repeats, roundings
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.planner import FLOAT32, WEIGHTS, Plan, Planner, Step, Value, is_repeated
 from jaxmp._src.base import compat, vmap_rules
 from jaxmp._src.programs import jaxprs
 from pallas_kernels.by_platform import by_platform
+
+_MANY = 32  # steps: a plan of fewer is not searched for layers that it repeats
 
 
 class PlanRunner:
@@ -41,45 +43,65 @@ class PlanRunner:
     def run(self, plan: Plan, consts: Any, values: Any) -> list[Any]:
         """Runs a function; inputs may come in the dtypes of `plan.inputs` or in those it was traced with."""
         jaxpr = plan.jaxpr
-        held: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        held |= {v: cast(x, i.dtype, i) for v, x, i in zip(jaxpr.invars, values, plan.inputs, strict=True)}
-        made: dict[Any, Any] = {}
-        wide = _Wide(plan, values)
+        held = _Held(dict(zip(jaxpr.constvars, consts, strict=True)))
+        held.add(jaxpr.invars, [cast(x, i.dtype, i) for x, i in zip(values, plan.inputs, strict=True)], plan.inputs)
+        wide = _Wide.of(plan, values)
+        if len(plan.steps) >= _MANY and not wide.arrays and compat.is_staged(values):
+            self._run_pieces(plan, consts, held)
+        else:
+            self._run_steps(plan, plan.steps, [repeats.scope_of(step) for step in plan.steps], held, wide)
+        return [held.read(v) for v in jaxpr.outvars]
 
-        def read(atom: Any, dtype: Any, value: Value | None) -> Any:
-            if isinstance(atom, core.Literal):
-                return cast(_array_of(atom), dtype, value)
-            if dtype is None or held[atom].dtype == dtype:
-                return held[atom]
-            if (atom, dtype) not in made:
-                made[atom, dtype] = cast(held[atom], dtype, value)
-            return made[atom, dtype]
+    def _run_pieces(self, plan: Plan, consts: Any, held: "_Held") -> None:
+        functions: dict[Any, Any] = {}
+        for first, last, piece in repeats.find(plan, consts, held.dtypes(plan)):
+            if piece is None:
+                steps = plan.steps[first:last]
+                self._run_steps(plan, steps, [repeats.scope_of(step) for step in steps], held, _Wide({}))
+                continue
+            if piece.key not in functions:
+                functions[piece.key] = self._function(plan, piece)
+            with jax.named_scope(piece.scope) if piece.scope else contextlib.nullcontext():
+                results = functions[piece.key](*(held.read(v, dtype) for v, dtype in piece.inputs))
+            held.add_reads(piece.outputs, results)
+            for step in piece.steps:
+                held.know(step)
 
-        known: dict[Any, Value] = dict(zip(jaxpr.invars, plan.inputs, strict=True))
-        for step in plan.steps:
+    def _function(self, plan: Plan, piece: "repeats.Piece") -> Any:
+        def run(*values: Any) -> list[Any]:
+            held = _Held({})
+            held.add_reads(piece.inputs, values)
+            self._run_steps(plan, piece.steps, piece.scopes, held, _Wide({}), inside=True)
+            return [held.read(v, dtype) for v, dtype in piece.outputs]
+
+        return jax.jit(run, inline=compat.WRITTEN_OUT)
+
+    def _run_steps(
+        self, plan: Plan, steps: Any, scopes: Any, held: "_Held", wide: "_Wide", *, inside: bool = False
+    ) -> None:
+        for step, scope in zip(steps, scopes, strict=True):
             eqn = step.eqn
             operands = [
-                read(v, dtype, None if isinstance(v, core.Literal) else known.get(v)) if x is None else x
-                for v, dtype, x in zip(eqn.invars, step.operands, wide.entering(step, known), strict=True)
+                held.read(v, dtype) if x is None else x
+                for v, dtype, x in zip(eqn.invars, step.operands, wide.entering(step, held), strict=True)
             ]
+            written = step.how == "written"
             # An operation that runs as it was written sets its own name.
-            with contextlib.nullcontext() if step.how == "written" else jaxprs.where(eqn, regions.scope_of(eqn)):
-                results = self._run_step(step, operands, wide.of_weights(step))
+            with contextlib.nullcontext() if written and not inside else jaxprs.where(eqn, scope):
+                results = self._run_step(step, operands, wide.of_weights(step), inside=inside)
                 pairs = zip(eqn.outvars, results, strict=True)
                 results = [roundings.rounded(x) if v in plan.rounded else x for v, x in pairs]
-            held |= dict(zip(eqn.outvars, results, strict=True))
-            known |= dict(zip(eqn.outvars, step.results, strict=True))
-            wide.follow(step, held)
-        return [read(v, None, None) for v in jaxpr.outvars]
+            held.add(eqn.outvars, results, step.results)
+            wide.follow(step, held, scope)
 
-    def _run_step(self, step: Step, operands: list[Any], wide: dict[int, Any]) -> list[Any]:
+    def _run_step(self, step: Step, operands: list[Any], wide: dict[int, Any], *, inside: bool) -> list[Any]:
         eqn = step.eqn
         if step.how == "same":
             return operands
         if step.how == "call":
             return self.calls[eqn.primitive.name](self, step, operands)
         if step.how == "written":
-            return jaxprs.run_as_traced(eqn, operands)
+            return jaxprs.run_as_traced(jaxprs.without_scope(eqn) if inside else eqn, operands)
         if step.how == "again":
             return [vmap_rules.call(eqn.params["fun"], eqn.params["rule"], *operands)]
         if step.how == "repeat":
@@ -100,39 +122,44 @@ class PlanRunner:
 class _Wide:
     """The float32 arrays of weights, and of what is made of weights alone."""
 
-    def __init__(self, plan: Plan, values: Any):
+    def __init__(self, arrays: dict[Any, Any]):
+        self.arrays = arrays
+
+    @classmethod
+    def of(cls, plan: Plan, values: Any) -> "_Wide":
+        """Those that a function gets."""
         given = zip(plan.jaxpr.invars, values, plan.inputs, strict=True)
-        self._arrays = {v: x for v, x, i in given if i.made_of == WEIGHTS and getattr(x, "dtype", None) == FLOAT32}
+        return cls({v: x for v, x, i in given if i.made_of == WEIGHTS and getattr(x, "dtype", None) == FLOAT32})
 
     def of_weights(self, step: Step) -> dict[int, Any]:
         """Those of the weights of a step, by operand."""
         variables = {i: step.eqn.invars[i] for i in step.weights}
-        return {i: self._arrays[v] for i, v in variables.items() if v in self._arrays}
+        return {i: self.arrays[v] for i, v in variables.items() if v in self.arrays}
 
-    def entering(self, step: Step, known: dict[Any, Value]) -> list[Any]:
+    def entering(self, step: Step, held: "_Held") -> list[Any]:
         """Those that enter a function in a step in place of what is held; None: what is held enters."""
         variables = [None if isinstance(v, core.Literal) else v for v in step.eqn.invars]
-        if step.how != "call" or not self._arrays:
+        if step.how != "call" or not self.arrays:
             return [None] * len(variables)
-        found = ((i, v) for i, v in enumerate(variables) if v in self._arrays)
-        enters = {i for i, v in found if _enters_wide(step, i, known[v])}
-        return [self._arrays[v] if i in enters else None for i, v in enumerate(variables)]
+        found = ((i, v) for i, v in enumerate(variables) if v in self.arrays)
+        enters = {i for i, v in found if _enters_wide(step, i, held.known(v))}
+        return [self.arrays[v] if i in enters else None for i, v in enumerate(variables)]
 
-    def follow(self, step: Step, held: dict[Any, Any]) -> None:
+    def follow(self, step: Step, held: "_Held", scope: str) -> None:
         """Notes the result of a step that was made of weights."""
         eqn = step.eqn
-        if not self._arrays or len(step.results) != 1 or step.results[0].made_of != WEIGHTS:
+        if not self.arrays or len(step.results) != 1 or step.results[0].made_of != WEIGHTS:
             return
         out, first = eqn.outvars[0], eqn.invars[0]
-        if held[out].dtype == FLOAT32:
-            self._arrays[out] = held[out]
-        elif not isinstance(first, core.Literal) and first in self._arrays and step.results[0].dtype in FLOATS:
+        if held.read(out).dtype == FLOAT32:
+            self.arrays[out] = held.read(out)
+        elif not isinstance(first, core.Literal) and first in self.arrays and step.results[0].dtype in FLOATS:
             if step.how == "same" or eqn.primitive.name == "convert_element_type":
-                self._arrays[out] = self._arrays[first]
+                self.arrays[out] = self.arrays[first]
             elif eqn.primitive.name in _MOVES:
-                others = (held[v] if not isinstance(v, core.Literal) else _array_of(v) for v in eqn.invars[1:])
-                with jaxprs.where(eqn, regions.scope_of(eqn)):
-                    self._arrays[out] = eqn.primitive.bind(self._arrays[first], *others, **eqn.params)
+                others = (held.read(v) for v in eqn.invars[1:])
+                with jaxprs.where(eqn, scope):
+                    self.arrays[out] = eqn.primitive.bind(self.arrays[first], *others, **eqn.params)
 
 
 def _enters_wide(step: Step, i: int, value: Value) -> bool:
@@ -147,6 +174,46 @@ def _enters_wide(step: Step, i: int, value: Value) -> bool:
 
 # Movement of one array: the same equation moves it in any dtype.
 _MOVES = jaxprs.REARRANGES | (jaxprs.HANDS_ON - {"name"}) | frozenset({"broadcast_in_dim", "slice", "dynamic_slice"})
+
+
+class _Held:
+    """The values of a function that runs, each cast at most once to each dtype."""
+
+    def __init__(self, values: dict[Any, Any]):
+        self._values = values
+        self._made: dict[Any, Any] = {}  # by variable and dtype
+        self._known: dict[Any, Value] = {}
+
+    def add(self, variables: Any, values: Any, known: Any) -> None:
+        self._values |= dict(zip(variables, values, strict=True))
+        self._known |= dict(zip(variables, known, strict=True))
+
+    def add_reads(self, reads: Any, values: Any) -> None:
+        for (v, dtype), x in zip(reads, values, strict=True):
+            if dtype is None:
+                self._values[v] = x
+            else:
+                self._made[v, dtype] = x
+
+    def known(self, variable: Any) -> Value:
+        return self._known[variable]
+
+    def know(self, step: Step) -> None:
+        self._known |= dict(zip(step.eqn.outvars, step.results, strict=True))
+
+    def read(self, atom: Any, dtype: Any = None) -> Any:
+        if isinstance(atom, core.Literal):
+            return cast(_array_of(atom), dtype)
+        if (atom, dtype) in self._made:
+            return self._made[atom, dtype]
+        if dtype is None or self._values[atom].dtype == dtype:
+            return self._values[atom]
+        return self._made.setdefault((atom, dtype), cast(self._values[atom], dtype, self._known.get(atom)))
+
+    def dtypes(self, plan: Plan) -> dict[Any, Any]:
+        """The dtypes that the variables of a plan have; those held now are its inputs."""
+        made = {v: x.dtype for step in plan.steps for v, x in zip(step.eqn.outvars, step.results, strict=True)}
+        return {v: getattr(x, "dtype", None) for v, x in self._values.items()} | made
 
 
 def cast(x: Any, dtype: Any, value: Value | None = None) -> Any:

@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 from flax.linen import fp8_ops
+from jax.core import Tracer
 from jax.interpreters import ad
 from jaxtyping import Array
 
@@ -40,6 +42,21 @@ def is_tracked(axis: str) -> bool:
 def trace_state() -> Any:
     """A value that is equal only at the same level of the same trace: inside a branch or a loop it differs."""
     return jax.extend.core.get_opaque_trace_state(convention="nnx")
+
+
+# `jax.jit(inline=)`: the function is written out where it is called, so that a jaxpr does not show it.
+WRITTEN_OUT: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+
+_same = jax.jit(lambda x: x, inline=WRITTEN_OUT)
+_ZERO = np.zeros((), np.bool_)
+
+
+def is_staged(values: Any) -> bool:
+    """Whether operations on some of `values` are written down for a program, and do not run where they are called.
+
+    Tracers alone do not say so: outside of `jax.jit`, derivatives and `jax.vmap` of arrays run at once.
+    """
+    return any(isinstance(x, Tracer) for x in values) and isinstance(_same(_ZERO), Tracer)
 
 
 def is_input(tracer: Any) -> bool:

@@ -216,6 +216,12 @@ def where(eqn: Any, scope: str | None = None) -> Iterator[None]:
         yield
 
 
+def without_scope(eqn: Any) -> Any:
+    """An equation without its name stack; it knows its place in the source."""
+    source = eqn.source_info
+    return eqn.replace(source_info=source.replace(name_stack=type(source.name_stack)()))
+
+
 def without_constants(like: Any, closed: Any) -> tuple[Any, tuple[Any, ...]]:
     """A jaxpr that takes its constants as its first operands, closed or open as `like` is; and these constants."""
     jaxpr, consts = open_jaxpr(closed)

@@ -1,0 +1,150 @@
+"""Layers that a function repeats are run once, and the program stays the same."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmp
+from jaxmp._src.autocast import plan_runner
+from jaxmp._src.programs import jaxprs
+from tests.support import regimes
+
+LAYERS = 12
+
+
+def norm(x):
+    return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def block(w, x):
+    h = jax.nn.gelu(norm(x) @ w)
+    return x + jax.nn.softmax(h) * jnp.sqrt(jnp.abs(h) + 1)
+
+
+def model(weights, x):
+    for i, w in enumerate(weights):
+        with jax.named_scope(f"block_{i}"):
+            x = block(w, x)
+    return jnp.mean(x * x)
+
+
+def weights_and_rows(layers=LAYERS):
+    rng = np.random.default_rng(0)
+    weights = [jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) / 3 for _ in range(layers)]
+    return weights, jnp.asarray(rng.normal(size=(4, 8)), jnp.float32)
+
+
+def gradients(fn=model):
+    return jax.value_and_grad(jaxmp.autocast(fn, jnp.bfloat16))
+
+
+def operations(fn, *args):
+    """How often each operation runs in a program; without what nothing reads."""
+    closed = jax.make_jaxpr(fn)(*args)
+    return live_operations(closed.jaxpr, closed.jaxpr.outvars)
+
+
+def live_operations(jaxpr, wanted):
+    wanted, found = {v for v in wanted if not hasattr(v, "val")}, collections.Counter()
+    for eqn in reversed(jaxpr.eqns):
+        if wanted.isdisjoint(eqn.outvars):
+            continue
+        wanted |= {v for v in eqn.invars if not hasattr(v, "val")}
+        inner = jaxprs.functions_of(eqn)
+        if inner:
+            (function, _), *_ = inner
+            read = [v for v, out in zip(function.outvars, eqn.outvars, strict=True) if out in wanted]
+            found += live_operations(function, read)
+        else:
+            found[eqn.primitive.name, tuple(str(v.aval) for v in (*eqn.invars, *eqn.outvars))] += 1
+    return found
+
+
+@pytest.fixture
+def steps_run(monkeypatch):
+    """A list that grows with every step that a runner runs."""
+    found = []
+    run = plan_runner.PlanRunner._run_step
+
+    def noted(self, step, *args, **kwargs):
+        found.append(step)
+        return run(self, step, *args, **kwargs)
+
+    monkeypatch.setattr(plan_runner.PlanRunner, "_run_step", noted)
+    return found
+
+
+def without_pieces(monkeypatch):
+    monkeypatch.setattr(plan_runner, "_MANY", 10**9)
+
+
+@pytest.mark.parametrize("transform", [gradients, jaxmp.autocast, lambda f: jax.vmap(gradients(f), (None, 0))])
+def test_program_is_the_same_as_without_pieces(transform, monkeypatch):
+    weights, x = weights_and_rows(4)
+    args = (weights, x[None]) if transform not in (gradients, jaxmp.autocast) else (weights, x)
+    program = operations(transform(model), *args)
+    with monkeypatch.context() as patch:
+        without_pieces(patch)
+        assert program == operations(transform(model), *args)
+
+
+def test_equal_layers_run_once(steps_run, monkeypatch):
+    jax.make_jaxpr(gradients())(*weights_and_rows())
+    with_pieces = len(steps_run)
+    steps_run.clear()
+    without_pieces(monkeypatch)
+    jax.make_jaxpr(gradients())(*weights_and_rows())
+    assert with_pieces < len(steps_run) / 3
+
+
+def test_layers_with_other_numbers_are_no_equal_pieces():
+    def signed(weights, x):
+        for i, w in enumerate(weights):
+            h = norm(x) @ w
+            x = x + jax.nn.softmax(h) * jnp.exp(-jnp.abs(h)) * jnp.where(h > 0, h, 0.0 if i % 2 else -0.0)
+        return x.sum()
+
+    weights, x = weights_and_rows()
+    zeros = [
+        str(np.asarray(v.val))
+        for e in jaxprs.equations(jax.make_jaxpr(gradients(signed))(weights, x))
+        for v in e.invars
+        if hasattr(v, "val") and np.ndim(v.val) == 0 and float(v.val) == 0
+    ]
+    assert {"0.0", "-0.0"} <= set(zeros)
+
+
+def test_layers_with_derivatives_of_their_own_keep_them():
+    def scaled(factor):
+        @jax.custom_vjp
+        def same(x):
+            return x * 1.0
+
+        same.defvjp(lambda x: (x * 1.0, None), lambda _, g: (g * factor,))
+        return same
+
+    def loss(weights, x):
+        for i, w in enumerate(weights):
+            x = norm(x + scaled(2.0 if i % 2 else 3.0)(jnp.tanh(x @ w) * jnp.exp(-jnp.abs(x @ w))))
+        return jnp.mean(x * jnp.arange(8.0)[None])
+
+    weights, x = weights_and_rows()
+    factors = {
+        float(v.val)
+        for e in jaxprs.equations(jax.make_jaxpr(gradients(loss))(weights, x))
+        for v in e.invars
+        if hasattr(v, "val") and np.ndim(v.val) == 0
+    }
+    assert {2.0, 3.0} <= factors
+
+
+def test_eager_loop_compiles_nothing_after_its_first_step():
+    weights, x = weights_and_rows(4)
+    step = gradients()
+    step(weights, x)
+    events = regimes.compile_events()
+    step(weights, x)
+    assert [e for e in events if "backend_compile" in e] == []
