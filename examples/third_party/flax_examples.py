@@ -1,16 +1,30 @@
-"""Modules of flax's examples, which its source distribution has and its wheel has not, executed as they are."""
+"""Modules of flax's examples, which its source distribution has and its wheel has not, imported as they are."""
 
+import importlib
 import importlib.metadata
 import sys
 import tarfile
+import tempfile
 import types
 from pathlib import Path
 from unittest import mock
 
+import flax.io  # noqa: F401 - it asks whether tensorflow is there, so before the mocks
+
 HERE = Path(__file__).resolve().parent
 COMMAND = "pip download --no-deps --no-binary flax flax==VERSION -d examples/third_party"
-# Of these the examples take only data, settings and logs.
-NOT_NEEDED = ("absl", "flax.metrics.tensorboard", "ml_collections", "tensorflow", "tensorflow_datasets")
+# Of these the examples take only data, settings, games and logs.
+NOT_NEEDED = (
+    "PIL",
+    "absl",
+    "clu",
+    "env_utils",
+    "flax.metrics.tensorboard",
+    "ml_collections",
+    "tensorflow",
+    "tensorflow_datasets",
+    "test_episodes",
+)
 
 
 def archive() -> Path:
@@ -30,11 +44,37 @@ def archive() -> Path:
 
 
 def load(name: str) -> types.ModuleType:
-    """Executes `examples/<name>` of the archive, unchanged, with mocks for what it takes data and settings from."""
-    path = archive()
-    with tarfile.open(path) as files:
-        source = files.extractfile(f"{path.name.removesuffix('.tar.gz')}/examples/{name}").read()
-    module = types.ModuleType("flax_examples." + name.removesuffix(".py").replace("/", "."))
-    with mock.patch.dict(sys.modules, {needed: mock.MagicMock() for needed in NOT_NEEDED} | {module.__name__: module}):
-        exec(compile(source, f"{path}:{name}", "exec"), module.__dict__)
+    """Imports `examples/<name>` of the archive, unchanged, with mocks for what it takes data and settings from.
+
+    The files beside it in the archive are what it imports by their names.
+    """
+    folder, _, stem = name.removesuffix(".py").rpartition("/")
+    before = set(sys.modules)
+    with tempfile.TemporaryDirectory() as place, mock.patch.object(sys, "path", [place, *sys.path]):
+        _unpack(folder, Path(place))
+        mocks = {needed: mock.MagicMock() for needed in NOT_NEEDED}
+        with mock.patch.dict(sys.modules, mocks):
+            for beside in Path(place).glob("*.py"):
+                if beside.stem not in mocks:
+                    sys.modules.pop(beside.stem, None)
+            importlib.invalidate_caches()
+            module = importlib.import_module(stem)
+            installed = {
+                k: m for k, m in sys.modules.items() if k not in before and not _is_in(m, place) and k not in mocks
+            }
+    sys.modules.update(installed)
     return module
+
+
+def _unpack(folder: str, place: Path) -> None:
+    path = archive()
+    start = f"{path.name.removesuffix('.tar.gz')}/examples/{folder}/"
+    with tarfile.open(path) as files:
+        for entry in files:
+            beside = entry.name.removeprefix(start)
+            if entry.name.startswith(start) and beside.endswith(".py") and "/" not in beside:
+                (place / beside).write_bytes(files.extractfile(entry).read())
+
+
+def _is_in(module: types.ModuleType, place: str) -> bool:
+    return str(getattr(module, "__file__", None) or "").startswith(place)

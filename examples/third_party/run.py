@@ -1,21 +1,25 @@
-"""Trains each model of models.py in four precisions, and writes the table of README.md.
+"""Trains each model of models.py in each precision, and writes the table of README.md.
 
 pip install '.[third-party]'
 pip download --no-deps --no-binary flax flax==VERSION -d examples/third_party     flax's examples, of the flax installed
-python examples/third_party/run.py                 all of it: minutes on two cores
+python examples/third_party/run.py                 all of it: most of an hour on two cores
 python examples/third_party/run.py --models haiku --steps 5 --seeds 1 --no-table
+
+Each result is stored when it is there. A run that was stopped goes on where it was, if the versions are the same.
 """
 
 import argparse
 import collections
 import difflib
+import functools
 import importlib.metadata
+import itertools
 import json
-import math
 import platform
 import statistics
 import tempfile
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +35,48 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parents[1] / "benchmarks" / "results" / "third_party.json"
 BEGIN, END = "<!-- table: written by run.py -->", "<!-- table: end -->"
 PACKAGES = ("jax", "flax", "optax", "transformers", "dm-haiku", "equinox")
+IN_LAYERS, ROUNDED_ONCE = "fp8 in layers", "fp32, rounded once"
+STEPS, SEEDS = 200, 2
 
-# float32 params, as these models have.
+# float32 params, as these models have. keep_fp32=() says that no layer has to stay in float32.
 POLICIES = {
     "fp32": None,
-    "bf16": jaxmp.get_policy("bf16-mixed"),
-    "fp16": jaxmp.get_policy("16-mixed"),
-    "fp8": jaxmp.get_policy("bf16-mixed"),  # and `in_fp8`
+    ROUNDED_ONCE: None,  # its first params are rounded to bfloat16: how far apart two runs in float32 come to lie
+    "bf16": jaxmp.get_policy("bf16-mixed", keep_fp32=()),
+    "fp16": jaxmp.get_policy("16-mixed", keep_fp32=()),
+    "fp8": jaxmp.get_policy("bf16-mixed", keep_fp32=()),  # and `in_fp8`
+    IN_LAYERS: jaxmp.get_policy("fp8", keep_fp32=()),
+}
+RECIPE = jaxmp.fp8.CurrentScaling()
+
+# Why a matmul runs in 16 bits under a policy in fp8, by the rules of fp8. Another reason is a gap.
+BY_RULE = {
+    "the function computes both operands": "attention",
+    "the first operation with weights": "first layer",
+    "the last operation with weights": "last layer",
+    "it is a convolution": "convolutions",
 }
 
 
 def in_fp8(model: models.Model) -> models.Model:
     """The layers hold no scales, so the recipe is one without state, on the matmuls of the loss: one more line."""
-    return model._replace(loss=jaxmp.autocast(model.loss, "fp8", recipe=jaxmp.fp8.CurrentScaling()))
+    return model._replace(loss=jaxmp.autocast(model.loss, "fp8", recipe=RECIPE))
+
+
+@functools.lru_cache(maxsize=1)
+def as_it_is(name: str, seed: int) -> models.Model:
+    """A model as its package makes it."""
+    return models.MODELS[name](seed)
 
 
 def made(name: str, policy: str, seed: int) -> models.Model:
     """A model as a policy trains it."""
-    dtype = jax.numpy.float32 if POLICIES[policy] is None else POLICIES[policy].compute_dtype
-    model = models.MODELS[name][0](seed, dtype)
+    if policy == IN_LAYERS:
+        with jaxmp.autocast(POLICIES[policy]):
+            return models.MODELS[name](seed)
+    model = as_it_is(name, seed)
+    if policy == ROUNDED_ONCE:
+        return model._replace(params=jax.tree.map(lambda x: x.astype("bfloat16").astype(x.dtype), model.params))
     return in_fp8(model) if policy == "fp8" else model
 
 
@@ -59,47 +86,45 @@ def lines_changed() -> int:
     return sum(line.startswith("+ ") and line != "+ " for line in difflib.ndiff(*texts))
 
 
-def flops_of_matmuls(closed: Any) -> dict[str, int]:
-    """FLOPs of matmuls and convolutions by the narrower dtype of their operands, fp8's emulation left out."""
-    found: collections.Counter = collections.Counter()
-
-    def walk(jaxpr: Any, times: int) -> None:
-        for eqn in jaxpr.eqns:
-            params = dict(eqn.params)
-            if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-                lhs, rhs = (v.aval for v in eqn.invars[:2])
-                if eqn.primitive.name == "dot_general":
-                    summed = math.prod(lhs.shape[i] for i in params["dimension_numbers"][0][0])
-                else:
-                    summed = rhs.size // rhs.shape[params["dimension_numbers"].rhs_spec[0]]
-                narrow = min(lhs.dtype, rhs.dtype, key=lambda d: d.itemsize)
-                found[narrow.name] += 2 * times * summed * eqn.outvars[0].aval.size
-            if params.get("branches_platforms") is not None:
-                params["branches"] = params["branches"][:1]
-            for inner in jax.tree.leaves(list(params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    walk(getattr(inner, "jaxpr", inner), times * params.get("length", 1))
-
-    walk(closed.jaxpr, 1)
-    return dict(found)
+def shares_of_flops(name: str, policy: str) -> dict[str, dict[str, float]]:
+    """Percent of the FLOPs of a loss's matmuls and convolutions by dtype, and of those that are wider by the reason."""
+    model = made(name, IN_LAYERS if policy == IN_LAYERS else "fp32", 0)
+    options = {"recipe": RECIPE} if policy == "fp8" else {}
+    explained = jaxmp.explain_autocast(
+        model.loss, model.params, model.state, next(model.batches(1, 0)), dtype=POLICIES[policy], **options
+    )
+    dtypes = explained.matmul_flops_by_dtype()
+    widest, total = 1 if "fp8" in policy else 2, sum(dtypes.values())
+    reasons: collections.Counter = collections.Counter()
+    for row in explained.rows:
+        is_matmul = row.name in ("dot_general", "ragged_dot_general", "conv_general_dilated")
+        if is_matmul and jax.numpy.dtype(row.runs_in).itemsize > widest:
+            reasons[row.group.removeprefix("allow, not fp8: ").split(":")[0]] += row.flops
+    return {
+        "dtypes": {dtype: round(100 * flops / total, 2) for dtype, flops in dtypes.items()},
+        "wider": {reason: round(100 * flops / total, 2) for reason, flops in reasons.items()},
+    }
 
 
-def share_of_low_precision(name: str, policy: str) -> float:
-    """The part of the FLOPs of a step's matmuls in 16 bits, or for fp8 in 8 bits, in percent."""
-    model, of_policy = made(name, policy, 0), POLICIES[policy]
-    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), of_policy).init(model.params)
-    grad_fn = jaxmp.value_and_grad(model.loss, has_aux=True, policy=of_policy)
-    batch = next(model.batches(1, 0))
-    flops = flops_of_matmuls(jax.make_jaxpr(grad_fn)(model.params, model.state, batch, opt_state=opt_state))
-    widest = 1 if policy == "fp8" else 2
-    return 100 * sum(n for dtype, n in flops.items() if jax.numpy.dtype(dtype).itemsize <= widest) / sum(flops.values())
+def wanted_share(policy: str, shares: dict[str, dict[str, float]]) -> float | None:
+    """Percent of the FLOPs in 16 or 8 bits, of those that the rules want there; None: they want none."""
+    widest = 1 if "fp8" in policy else 2
+    narrow = sum(x for dtype, x in shares["dtypes"].items() if jax.numpy.dtype(dtype).itemsize <= widest)
+    missing = sum(x for reason, x in shares["wider"].items() if reason not in BY_RULE)
+    return 100 * narrow / (narrow + missing) if narrow + missing else None
+
+
+def policies_of(name: str, chosen: Iterable[str] = POLICIES) -> list[str]:
+    """Scales in layers are linen's: GPT-2, and packages without flax's layers, hold none."""
+    return [policy for policy in chosen if policy != IN_LAYERS or name in models.WITH_LINEN_LAYERS]
 
 
 def run(name: str, policy: str, seed: int, steps: int) -> dict[str, Any]:
     """One training: the held-out loss in the precision that it was trained in, and the skipped steps."""
     model, of_policy = made(name, policy, seed), POLICIES[policy]
     loop = plain_loop if of_policy is None else ported_loop
-    params, state, opt_state = loop.train(model, optax.adamw(3e-3), model.batches(steps, seed), of_policy)
+    tx = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 10, steps))
+    params, state, opt_state = loop.train(model, tx, model.batches(steps, seed), of_policy)
     loss = model.loss if of_policy is None else jaxmp.autocast(model.loss, of_policy)
     held_out = float(jax.jit(loss)(params, state, model.held_out)[0])
     skipped = 0 if of_policy is None else int(jaxmp.get_metrics(opt_state)["skipped_steps"])
@@ -109,8 +134,8 @@ def run(name: str, policy: str, seed: int, steps: int) -> dict[str, Any]:
 def table(results: dict[str, Any]) -> str:
     """The table of README.md."""
     lines = [
-        "| model | policy | lines changed | matmul FLOPs in it | held-out loss | against fp32 | skipped steps |",
-        "|---|---|---|---|---|---|---|",
+        "| model | policy | matmul FLOPs in it | of those wanted | the rest | held-out loss | against fp32 | skipped |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(r["model"] for r in results["runs"]):
         losses = collections.defaultdict(dict)
@@ -119,20 +144,35 @@ def table(results: dict[str, Any]) -> str:
             if r["model"] == name:
                 losses[r["policy"]][r["seed"]] = r["held_out"]
                 skipped[r["policy"]] += r["skipped"]
-        for policy, found in losses.items():
-            shown = f"{statistics.mean(found.values()):.3f}"
+        for policy in filter(results["flops"][name].__contains__, POLICIES):
+            shares = results["flops"][name][policy]
+            cells, found = f"| | {policy} | {shown_shares(policy, shares)} |", losses[policy]
             if policy == "fp32":
-                lines.append(f"| {name} | fp32 | | | {shown} | | |")
+                lines.append(f"| {name} | fp32 | | | | {statistics.mean(found.values()):.3f} | | |")
+                continue
+            if not found:
+                lines.append(f"{cells} | | |")
                 continue
             gaps = [100 * (found[seed] / losses["fp32"][seed] - 1) for seed in found]
-            error = f" ± {statistics.stdev(gaps) / len(gaps) ** 0.5:.2f}" if len(gaps) > 1 else ""
-            changed, share = results["lines"][name] + (policy == "fp8"), results["flops"][name][policy]
-            lines.append(
-                f"| | {policy} | {changed} | {share:.0f} % | {shown} | {statistics.mean(gaps):+.2f}{error} % "
-                f"| {skipped[policy]} |"
-            )
+            shown = ", ".join(f"{gap:+.2f} %" for gap in gaps)
+            lines.append(f"{cells} {statistics.mean(found.values()):.3f} | {shown} | {skipped[policy]} |")
     versions = ", ".join(f"{package} {version}" for package, version in results["versions"].items())
-    return "\n".join([*lines, "", f"{results['steps']} steps, {results['seeds']} seeds, on a CPU; {versions}."])
+    seeds = len({r["seed"] for r in results["runs"]})
+    return "\n".join([*lines, "", f"{results['steps']} steps, {seeds} seed{'s' * (seeds > 1)}, on a CPU; {versions}."])
+
+
+def shown_shares(policy: str, shares: dict[str, dict[str, float]] | None) -> str:
+    """Three cells: the part of the FLOPs in the policy's dtype, of those wanted there, and why the rest is not."""
+    if shares is None:
+        return " | | "
+    widest = 1 if "fp8" in policy else 2
+    inside = sum(x for dtype, x in shares["dtypes"].items() if jax.numpy.dtype(dtype).itemsize <= widest)
+    if policy == IN_LAYERS:  # the layers say nothing of the rest
+        return f"{inside:.1f} % | | "
+    wanted = wanted_share(policy, shares)
+    of_wanted = "it has none" if wanted is None else f"{wanted:.0f} %"
+    rest = ", ".join(f"{BY_RULE.get(why, why)} {x:.1f} %" for why, x in shares["wider"].items())
+    return f"{inside:.1f} % | {of_wanted} | {rest}"
 
 
 def write_table(results: dict[str, Any]) -> None:
@@ -141,43 +181,62 @@ def write_table(results: dict[str, Any]) -> None:
     page.write_text(f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}")
 
 
+def new_results(steps: int) -> dict[str, Any]:
+    versions = {package: importlib.metadata.version(package) for package in PACKAGES}
+    return {
+        "command": "python examples/third_party/run.py",
+        "device": "CPU",
+        "versions": {"python": platform.python_version(), **versions},
+        "steps": steps,
+        "flops": {},
+        "runs": [],
+    }
+
+
+def goes_on(results: dict[str, Any]) -> dict[str, Any]:
+    """The stored results, if they are of the same versions and steps; else those given."""
+    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    is_same = all(stored.get(key) == results[key] for key in ("versions", "steps"))
+    return stored if is_same else results
+
+
+def add_rows(results: dict[str, Any], names: Iterable[str], seeds: int) -> Iterable[dict[str, Any]]:
+    """Fills `results`; yields after each row, and what tells most comes first: a run may be stopped."""
+    done = {(r["model"], r["policy"], r["seed"]) for r in results["runs"]}
+    for seed, chosen in itertools.product(range(seeds), (("fp32", "bf16", "fp16", "fp8"), (IN_LAYERS, ROUNDED_ONCE))):
+        for name in names:
+            flops = results["flops"].setdefault(name, {})
+            for policy in policies_of(name, chosen):
+                if policy not in flops:
+                    flops[policy] = shares_of_flops(name, policy) if POLICIES[policy] else None
+                in_vain = flops[policy] is not None and wanted_share(policy, flops[policy]) is None
+                if not in_vain and (name, policy, seed) not in done:
+                    results["runs"].append(run(name, policy, seed, results["steps"]))
+                    yield results["runs"][-1]
+            jax.clear_caches()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="", help="only those whose name has this in it")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--no-table", action="store_true", help="print the table, and write nothing")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=jaxmp.fp8.FallbackWarning)
     jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())  # another seed is the same program
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    chosen = [name for name in models.MODELS if args.models in name]
-    runs, flops = [], collections.defaultdict(dict)
-    for name in chosen:
-        for policy in POLICIES:
-            if policy != "fp32":
-                flops[name][policy] = share_of_low_precision(name, policy)
-            for seed in range(args.seeds):
-                runs.append(run(name, policy, seed, args.steps))
-                print(runs[-1], flush=True)
-    results = {
-        "command": "python examples/third_party/run.py",
-        "device": "CPU",
-        "versions": {
-            "python": platform.python_version(),
-            **{package: importlib.metadata.version(package) for package in PACKAGES},
-        },
-        "steps": args.steps,
-        "seeds": args.seeds,
-        "lines": {name: lines_changed() + models.MODELS[name][1] for name in chosen},
-        "flops": flops,
-        "runs": runs,
-    }
+    results = new_results(args.steps)
+    if not args.no_table:
+        results = goes_on(results)
+    for row in add_rows(results, [name for name in models.MODELS if args.models in name], args.seeds):
+        print(row, flush=True)
+        if not args.no_table:
+            RESULTS.with_suffix(".new").write_text(json.dumps(results, indent=1) + "\n")
+            RESULTS.with_suffix(".new").replace(RESULTS)
+            write_table(results)
     if args.no_table:
         print(table(results))
-        return
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    write_table(results)
 
 
 if __name__ == "__main__":

@@ -266,7 +266,8 @@ def update_of(recipe, params, grads=None):
         (
             lambda: make_tx("fp8").init({"w": jnp.ones(2)}),
             r"needs layers that hold fp8 scales; got params without any. In linen, .*autocast.* with dot_general_cls=.*"
-            r"layers have a recipe without state, pass it here too: .*mixed_precision\(optimizer, policy, recipe=rec",
+            r"layers have a recipe without state, pass it here too: .*mixed_precision\(optimizer, policy, recipe=rec.*"
+            r"not flax's own hold no scales: .*\"bf16-mixed\", and the loss jaxmp.autocast\(loss_fn, \"fp8\", recipe=",
         ),
         (
             lambda: make_tx("fp32", recipe=DelayedScaling(fp8_format="E4M3")).init(layer_params(0)),

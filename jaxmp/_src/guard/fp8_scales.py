@@ -43,8 +43,10 @@ def check(recipe: scales.Recipe, params: PyTree, state: Any = None) -> None:
             "dot_general_cls=jaxmp.linen.Fp8DotGeneral; in nnx, jaxmp.nnx.to_fp8(model, filter=...) first. These leave "
             "out the first and the last layer with weights, or what filter= does not match. If the layers have a "
             "recipe without state, pass it here too: recipe = jaxmp.fp8.CurrentScaling(); "
-            "jaxmp.mixed_precision(optimizer, policy, recipe=recipe). If the scales lie beside frozen weights, put "
-            "mixed_precision around optax.multi_transform or masked, not inside; for nnx, add them to the filter: "
+            "jaxmp.mixed_precision(optimizer, policy, recipe=recipe). Layers that are not flax's own hold no scales: "
+            'for them take the policy "bf16-mixed", and the loss jaxmp.autocast(loss_fn, "fp8", '
+            "recipe=jaxmp.fp8.CurrentScaling()). If the scales lie beside frozen weights, put mixed_precision around "
+            "optax.multi_transform or masked, not inside; for nnx, add them to the filter: "
             "wrt=nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale)."
         )
     recipes = scale_leaves.recipes_of(recipe)
