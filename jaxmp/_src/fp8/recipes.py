@@ -190,18 +190,18 @@ class DelayedScaling(Recipe):
         del seed
         assert leaf is not None
         rows = operands.rows_of(gemm, role) if len(products) == 2 else None
+        if role == "grad":
+            summed = None if gemm.bias_dtype is None else gemm.ndims[0] - len(gemm.contract[0])
+            q, amax, sums = operands.quantize_and_sum(
+                gemm, x, leaf, gemm.backward_dtype, rows=rows, zeros=gemm.out_zeros, summed=summed
+            )
+            return Cast(dict.fromkeys(products, q), amax, sums)
         if role == "rhs":
             q, amax = operands.quantize_rhs(gemm, x, leaf, rows)
-            return Cast({name: q if name == "fprop" else operands.kept(gemm, role, q) for name in products}, amax)
-        if role == "lhs":
+        else:
             given = {"activation": gemm.activation, "zeros": gemm.lhs_zeros, "made": made}
             q, amax = operands.quantize(gemm, x, leaf, gemm.forward_dtype, rows=rows, **given)
-            return Cast({name: q if name == "fprop" else operands.kept(gemm, role, q) for name in products}, amax)
-        summed = None if gemm.bias_dtype is None else gemm.ndims[0] - len(gemm.contract[0])
-        q, amax, sums = operands.quantize_and_sum(
-            gemm, x, leaf, gemm.backward_dtype, rows=rows, zeros=gemm.out_zeros, summed=summed
-        )
-        return Cast(dict.fromkeys(products, q), amax, sums)
+        return Cast({name: q if name == "fprop" else operands.kept(gemm, role, q) for name in products}, amax)
 
     def multiply(self, a: gemms.Quantized, b: gemms.Quantized, product: gemms.Product) -> Array:
         """See `Recipe.multiply`."""

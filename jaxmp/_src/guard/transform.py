@@ -54,20 +54,18 @@ def guarded(make: Callable[..., Any]) -> Callable[..., optax.GradientTransformat
             _look_at_state(rule, state, params)
             return state
 
-        def update_fn(grads: PyTree, state: Any, params: Any = None, **extra: Any) -> Any:
-            scale = _look_at_step(rule, grads, state, params, extra, adds=True)
-            after: Any
-            updates, after = tx.update(grads, state, params, **extra)
+        def looked_at(run: Any, grads: PyTree, state: Any, params: PyTree, extra: dict[str, Any], adds: bool) -> Any:
+            scale = _look_at_step(rule, grads, state, params, extra, adds=adds)
+            new, after = run(grads, state, params, **extra)
             if scale is not None:
                 scale_reads.note_made(after.scaling.loss_scale, before=scale)
-            return updates, after
+            return new, after
+
+        def update_fn(grads: PyTree, state: Any, params: Any = None, **extra: Any) -> Any:
+            return looked_at(tx.update, grads, state, params, extra, adds=True)
 
         def step(grads: PyTree, state: Any, params: PyTree, **extra: Any) -> tuple[PyTree, StepState]:
-            scale = _look_at_step(rule, grads, state, params, extra, adds=False)
-            params, after = tx.step(grads, state, params, **extra)
-            if scale is not None:
-                scale_reads.note_made(after.scaling.loss_scale, before=scale)
-            return params, after
+            return looked_at(tx.step, grads, state, params, extra, adds=False)
 
         guarded = Transformation(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
         guarded.step, guarded.rule, guarded.policy = step, rule, tx.policy
