@@ -9,8 +9,8 @@ To cast state, use `saturating_cast`: a float32 master of 70000 becomes 65504 in
 
 from jaxmp._src.numerics.casting import (
     cast_floats as cast_floats,
-    computed_once as computed_once,
     round_to as round_to,
     saturating_cast as saturating_cast,
     stochastic_round as stochastic_round,
 )
+from jaxmp._src.numerics.reductions import computed_once as computed_once

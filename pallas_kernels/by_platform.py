@@ -10,6 +10,7 @@ A way computes what `f` computes, or `f` and a choice. Under `jax.vmap` the way 
 `maps` each way, mapped; a derivative goes through the way that `derivative` names.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -70,10 +71,10 @@ def by_platform(
 
         return run
 
-    flat_ways = tuple((name, on_leaves(way)) for name, way in sorted(ways.items()))
+    flat_ways = _Ways({name: on_leaves(way) for name, way in sorted(ways.items())}, derivative, maps)
     n, consts = len(traced.consts), traced.consts
     hint = _partitioned() if partitions else None
-    found = _p.bind(*consts, *leaves, jaxpr=traced.jaxpr, n=n, ways=_Ways(flat_ways, derivative, maps=maps), hint=hint)
+    found = _p.bind(*consts, *leaves, jaxpr=traced.jaxpr, n=n, ways=flat_ways, hint=hint)
     return out_tree.unflatten(found)
 
 
@@ -97,11 +98,13 @@ def written(arrays: Any) -> Any:
     return by_platform(lambda x: x, arrays, cpu=lambda _, x: jax.tree.map(jax.lax.optimization_barrier, x))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Ways:
     """The ways of an equation; its text names the platforms only."""
 
-    def __init__(self, ways: tuple[tuple[str, Way], ...], derivative: str, *, maps: bool) -> None:
-        self.by_name, self.derivative, self.maps = dict(ways), derivative, maps
+    by_name: dict[str, Way]
+    derivative: str
+    maps: bool
 
     def __repr__(self) -> str:
         return f"({', '.join(self.by_name)})"

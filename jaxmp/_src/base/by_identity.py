@@ -24,6 +24,6 @@ class ByIdentity:
         self._entries[number] = weakref.ref(key, lambda _: self._entries.pop(number, None)), value
 
     def get(self, key: Any) -> Any:
-        """The value of `key`, or None."""
+        """The value of `key`, or None; of the key None, too."""
         reference, value = self._entries.get(id(key), (None, None))
         return value if reference is not None and reference() is key else None

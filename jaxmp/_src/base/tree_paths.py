@@ -14,12 +14,11 @@ fits a path if it fits the whole path, or a last part of the path that begins at
     /           in front: the whole path only: /head fits head, but not decoder/head
 """
 
-import contextlib
 import difflib
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -309,13 +308,3 @@ def _raise_of_shapes(path: str, shape: Any, expected_shape: Any, got_name: str, 
         f"{path}. Where params are cut over devices, {got_name} are cut the same way "
         f"(jaxmp.fsdp.reduce_gradients), and tx.init takes them padded (jaxmp.fsdp.pad)."
     )
-
-
-@contextlib.contextmanager
-def explained_by_shapes(grads: Any, params: Any) -> Iterator[None]:
-    """Replaces an error inside by one that names the first gradient whose shape is not its param's, if there is one."""
-    try:
-        yield
-    except (TypeError, ValueError):
-        check_same_shapes(grads, params, "grads", "params")  # raises instead of the error, which becomes its context
-        raise

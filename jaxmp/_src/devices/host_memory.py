@@ -31,28 +31,19 @@ def first_on_host(tree: PyTree) -> str | None:
 
 def check_on_device(state: PyTree) -> None:
     """Raises a ValueError if a leaf of the state is in host memory: only a streamed update can read it there."""
-    path = first_on_host(state)
-    if path is not None:
+    if any(map(is_on_host, jax.tree.leaves(state))):
         raise ValueError(
             f"state in host memory can only be updated by jaxmp.apply_gradients, with an optimizer made as "
-            f"jaxmp.mixed_precision(jaxmp.offload.stream_updates(inner), policy); got {path} in host memory and "
-            f"another update: an optimizer without stream_updates, a fused one, tx.update, or a transform inside "
-            f"optax.multi_transform, masked or MultiSteps. Wrap inner in stream_updates, or keep the state on the "
-            f"device (jaxmp.offload.to_device)."
+            f"jaxmp.mixed_precision(jaxmp.offload.stream_updates(inner), policy); got {first_on_host(state)} in host "
+            f"memory and another update: an optimizer without stream_updates, a fused one, tx.update, or a transform "
+            f"inside optax.multi_transform, masked or MultiSteps. Wrap inner in stream_updates, or keep the state on "
+            f"the device (jaxmp.offload.to_device)."
         )
 
 
 def to_device(tree: PyTree) -> PyTree:
     """`tree` with all its arrays in device memory; arrays that are there already do not change."""
-
-    def copied_in(x: Any) -> Any:
-        if not is_on_host(x):
-            return x
-        moved = _put(x, jax.memory.Space.Device)
-        # Without the barrier, XLA for GPUs may move a reshape of the copy in front of the copy, where it cannot run.
-        return lax.optimization_barrier(moved) if isinstance(x, Tracer) else moved
-
-    return jax.tree.map(copied_in, tree)
+    return jax.tree.map(lambda x: _copied_in(x) if is_on_host(x) else x, tree)
 
 
 def to_host(x: Array) -> Array:
@@ -66,6 +57,12 @@ def to_host(x: Array) -> Array:
 def as_before(new: Array, old: Array) -> Array:
     """`new`, moved to the memory of `old`."""
     return to_host(new) if is_on_host(old) else new
+
+
+def _copied_in(x: Array) -> Array:
+    moved = _put(x, jax.memory.Space.Device)
+    # Without the barrier, XLA for GPUs may move a reshape of the copy in front of the copy, where it cannot run.
+    return lax.optimization_barrier(moved) if isinstance(x, Tracer) else moved
 
 
 def _put(x: Array, space: Any) -> Array:

@@ -26,7 +26,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import extra_arguments
+from jaxmp._src.step import inner_update
 from jaxmp._src.step.optimizers import as_transformation
 from pallas_kernels.when import in_dtype_of
 
@@ -119,7 +119,7 @@ def _fault(tx: Any, params: PyTree, grad_dtype: Any) -> _Finding | None:
             return jax.tree.map(lambda p: jnp.full_like(p, g, dtype=_grad_dtype_of(p, grad_dtype)), params)
 
         def step(state: Any, factor: Array) -> tuple[Any, list[Array]]:
-            updates, after = extra_arguments.update(tx, grads(gradient * factor), state, params, extra_args)
+            updates, after = inner_update.update(tx, grads(gradient * factor), state, params, extra_args)
             after = jax.tree.map(lambda new, old: in_dtype_of(new, old), after, state)
             return after, [jnp.max(jnp.abs(u.astype(jnp.float32))) for u in jax.tree.leaves(updates)]
 

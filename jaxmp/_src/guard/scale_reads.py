@@ -156,17 +156,12 @@ def _ranks(tree: PyTree) -> Ranks:
     return tuple(x.ndim for x in jax.tree.leaves(tree) if hasattr(x, "ndim"))
 
 
-def _noted_of_first(found: ByIdentity, grads: PyTree) -> Any:
-    leaves = jax.tree.leaves(grads)
-    return found.get(leaves[0]) if leaves else None
-
-
 # --- what is asked ----------------------------------------------------------------------------------------------------
 
 
 def check_not_unscaled(grads: PyTree, scale: Array) -> None:
     """Raises a ValueError if a `GradScaler` with this very scale has unscaled these very gradients before."""
-    by = _noted_of_first(MEMORY.unscaled, grads)
+    by = MEMORY.unscaled.get(next(iter(jax.tree.leaves(grads)), None))
     if by is not None and by() is scale:
         raise ValueError(
             "gradients are unscaled once; got those that unscale returned, and a scaler from before. Use the scaler "
@@ -176,18 +171,18 @@ def check_not_unscaled(grads: PyTree, scale: Array) -> None:
 
 def holds_gradients(tree: PyTree) -> bool:
     """Whether `tree` is one that `value_and_grad` returned as gradients, by its first array."""
-    return _noted_of_first(MEMORY.scaled, tree) is not None
+    return MEMORY.scaled.get(next(iter(jax.tree.leaves(tree)), None)) is not None
 
 
-def _scale_of(grads: PyTree) -> Array | None:
-    """The scale that multiplied `grads`, if they were made here: in a branch or a loop each array has another name."""
-    scale, trace = _noted_of_first(MEMORY.scaled, grads) or (None, None)
+def _scale_of(gradient: Any) -> Array | None:
+    """The scale that multiplied it, if it was made here: in a branch or a loop each array has another name."""
+    scale, trace = MEMORY.scaled.get(gradient) or (None, None)
     return scale() if scale is not None and trace == compat.trace_state() else None
 
 
 def check_not_scaled(grads: PyTree) -> None:
     """Warns if `grads`, of an optimizer that unscales nothing, were scaled."""
-    scale = _scale_of(grads)
+    scale = _scale_of(next(iter(jax.tree.leaves(grads)), None))
     if scale is None or (not isinstance(scale, Tracer) and float(scale) == 1.0):
         return
     warn(
@@ -202,7 +197,8 @@ def check_not_scaled(grads: PyTree) -> None:
 
 def check(grads: PyTree, scale: Array) -> None:
     """Warns if `grads` of an update that divides by `scale`, a dynamic one, cannot have been scaled by it."""
-    scaled_by, unscaled_by = _scale_of(grads), _noted_of_first(MEMORY.unscaled, grads)
+    first = next(iter(jax.tree.leaves(grads)), None)
+    scaled_by, unscaled_by = _scale_of(first), MEMORY.unscaled.get(first)
     if unscaled_by is not None and unscaled_by() is scale:
         warn(
             "unread-loss-scale",

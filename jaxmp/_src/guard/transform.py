@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from jaxmp._src.base import compat, tree_paths
+from jaxmp._src.base import ambient, compat, tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives
 from jaxmp._src.distributed import reduce
@@ -54,21 +54,17 @@ def guarded(make: Callable[..., Any]) -> Callable[..., optax.GradientTransformat
             _look_at_state(rule, state, params)
             return state
 
-        def looked_at(run: Any, grads: PyTree, state: Any, params: PyTree, extra: dict[str, Any], adds: bool) -> Any:
+        def looked_at(run: Any, adds: bool, /, grads: PyTree, state: Any, params: Any = None, **extra: Any) -> Any:
             scale = _look_at_step(rule, grads, state, params, extra, adds=adds)
             new, after = run(grads, state, params, **extra)
             if scale is not None:
                 scale_reads.note_made(after.scaling.loss_scale, before=scale)
             return new, after
 
-        def update_fn(grads: PyTree, state: Any, params: Any = None, **extra: Any) -> Any:
-            return looked_at(tx.update, grads, state, params, extra, adds=True)
-
-        def step(grads: PyTree, state: Any, params: PyTree, **extra: Any) -> tuple[PyTree, StepState]:
-            return looked_at(tx.step, grads, state, params, extra, adds=False)
-
-        guarded = Transformation(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
-        guarded.step, guarded.rule, guarded.policy = step, rule, tx.policy
+        update: Any = functools.partial(looked_at, tx.update, True)
+        guarded = Transformation(init_fn, update)
+        guarded.step, guarded.rule = functools.partial(looked_at, tx.step, False), rule
+        guarded.policy = tx.policy
         return guarded
 
     return made
@@ -219,7 +215,7 @@ def _look_at_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: 
         scale_reads.check_not_changed(grads if rule.moves_scales is None else scale_leaves.partition(grads)[1])
     if state.scaling is not None:
         scale_reads.note_used(state.scaling.loss_scale)
-    if whole_leaves.notes_cuts():
+    if ambient.now().notes.gathered_params:
         held = extra | _of_a_step(rule, state, extra)
         of_weights = params if state.master_params is None else casting.cast_floats(params, jnp.float32)
         whole_leaves.check(rule.optimizer.inner, grads, state.optimizer_state, of_weights, held)
@@ -231,7 +227,8 @@ def _is_usual(rule: Rule, grads: PyTree, state: StepState, params: PyTree) -> bo
 
     And each gradient of a param's shape. All else is looked at by path.
     """
-    own, held = jax.tree.leaves(params), jax.tree.leaves(state.master_params, is_leaf=_is_masked)
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    own, held = jax.tree.leaves(params), jax.tree.leaves(state.master_params, is_leaf=is_masked)
     policy = rule.policy if rule.moves_scales is None and rule.remainder is None else None
     if policy is None or jax.tree.structure(grads) != jax.tree.structure(params) or len(own) != len(held):
         return False

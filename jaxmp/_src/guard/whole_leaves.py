@@ -15,20 +15,15 @@ from jax.core import Tracer
 from jax.tree_util import keystr, tree_leaves_with_path
 from jaxtyping import PyTree
 
-from jaxmp._src.base import ambient, tree_paths
+from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import shardings
 from jaxmp._src.distributed import gathered_params
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import jaxprs, parts
-from jaxmp._src.step import extra_arguments
+from jaxmp._src.step import inner_update
 
 _MUCH_PADDING = 0.01  # share of a leaf; less changes a mean less than bfloat16 shows
-
-
-def notes_cuts() -> bool:
-    """Whether params that are cut or padded were gathered in this trace."""
-    return bool(ambient.now().notes.gathered_params)
 
 
 def check(inner: Any, updates: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]) -> None:
@@ -68,7 +63,7 @@ def _warn_of_padding(
         full = casting.cast_floats(jax.tree_util.tree_map_with_path(shape, tree), jnp.float32)
 
         def run(grads: PyTree, state: Any, full: PyTree) -> Any:
-            return extra_arguments.update(inner, grads, state, full, extra_args)
+            return inner_update.update(inner, grads, state, full, extra_args)
 
         return jax.make_jaxpr(run)(grads, jax.eval_shape(inner.init, full), full)
 
@@ -105,7 +100,7 @@ def _check_over(
 
     def run(updates: PyTree, state: Any, params: PyTree) -> list[Any]:
         full = casting.cast_floats(params, jnp.float32)
-        results = extra_arguments.update(inner, updates, state, full, extra_args)
+        results = inner_update.update(inner, updates, state, full, extra_args)
         leaves = tree_leaves_with_path(results)
         paths.extend(tree_paths.path_str(path[1:]) for path, _ in leaves)
         return [x for _, x in leaves]

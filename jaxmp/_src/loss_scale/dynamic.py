@@ -145,10 +145,13 @@ class DynamicLossScale(Scaling):
         refills = grows if rule.refill == "growth" else True
         falls = self.hysteresis_left <= 1
         left = jnp.maximum(self.hysteresis_left - 1, rule.hysteresis_floor)
+        grown = self.loss_scale * jnp.asarray(rule.growth_factor, jnp.float32)
+        if rule.max_scale is not None:
+            bounded = jnp.minimum(grown, jnp.asarray(rule.max_scale, jnp.float32))
+            grown = jnp.where(jnp.isfinite(grown), bounded, self.loss_scale)
+        lowered = jnp.maximum(self.loss_scale * jnp.asarray(rule.backoff_factor, jnp.float32), self._floor())
         loss_scale = jnp.where(
-            finite,
-            jnp.where(grows, self._grown(), self.loss_scale),
-            jnp.where(falls, self._lowered(), self.loss_scale),
+            finite, jnp.where(grows, grown, self.loss_scale), jnp.where(falls, lowered, self.loss_scale)
         )
         growth_count = jnp.where(finite, jnp.where(grows, 0, count), rule.count_after_overflow)
         hysteresis_left = jnp.where(finite, jnp.where(refills, rule.hysteresis, self.hysteresis_left), left)
@@ -176,16 +179,6 @@ class DynamicLossScale(Scaling):
 
     def _floor(self) -> Float[Array, ""]:
         return jnp.asarray(0.0 if self._rule.min_scale is None else self._rule.min_scale, jnp.float32)
-
-    def _grown(self) -> Float[Array, ""]:
-        grown = self.loss_scale * jnp.asarray(self._rule.growth_factor, jnp.float32)
-        if self._rule.max_scale is None:
-            return grown
-        bounded = jnp.minimum(grown, jnp.asarray(self._rule.max_scale, jnp.float32))
-        return jnp.where(jnp.isfinite(grown), bounded, self.loss_scale)
-
-    def _lowered(self) -> Float[Array, ""]:
-        return jnp.maximum(self.loss_scale * jnp.asarray(self._rule.backoff_factor, jnp.float32), self._floor())
 
     def __repr__(self) -> str:
         return (

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from jaxmp._src.numerics import casting, float_bits
+from jaxmp._src.numerics import casting, float_bits, reductions
 
 
 class Scaling:
@@ -27,7 +27,7 @@ class Scaling:
 def unscale(tree: PyTree, loss_scale: Float[Array, ""]) -> PyTree:
     """Float leaves of `tree` as float32(leaf) * float32(1 / loss_scale)."""
     # Megatron-LM and torch multiply by the rounded reciprocal, too. It is exact for powers of two.
-    inv_scale = casting.computed_once(float_bits.reciprocal(loss_scale))
+    inv_scale = reductions.computed_once(float_bits.reciprocal(loss_scale))
     return jax.tree.map(lambda x: x.astype(jnp.float32) * inv_scale if casting.is_float(x) else x, tree)
 
 

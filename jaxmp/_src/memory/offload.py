@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from jaxmp._src.devices import host_memory
 from jaxmp._src.programs import windows
-from jaxmp._src.step import extra_arguments, optimizers, state as states
+from jaxmp._src.step import inner_update, optimizers, state as states
 from jaxmp._src.step.optimizers import as_transformation
 from jaxmp._src.step.state import StepState
 
@@ -161,13 +161,13 @@ def stream_updates(
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
         if host_memory.first_on_host((updates, state, params)) is None:
-            return extra_arguments.update(plain, updates, state, params, extra_args)
+            return inner_update.update(plain, updates, state, params, extra_args)
         if "grads_finite" in extra_args:
             host_memory.check_on_device((state, params))
 
         def update(updates: PyTree, state: Any, params: PyTree) -> tuple[list[Any], tuple[Any, Any]]:
             updates, state_here, params = host_memory.to_device((updates, state, params))
-            new_updates, new = extra_arguments.update(plain, updates, state_here, params, extra_args)
+            new_updates, new = inner_update.update(plain, updates, state_here, params, extra_args)
             leaves, treedef = jax.tree.flatten(new_updates)
             return leaves, (jax.tree.map(host_memory.as_before, new, state), _Static(treedef))
 

@@ -198,20 +198,3 @@ def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."
     up = (bits >> 8).astype(jnp.int32).astype(jnp.float32) < odds
     rounded = jnp.minimum(jnp.where(up, low + 1.0, low) * spacing, np.float32(info.max))
     return moments.with_derivative_of(x, jnp.where(jnp.abs(x) < jnp.inf, jnp.copysign(rounded, x), x))
-
-
-def computed_once(scalars: PyTree) -> PyTree:
-    """`scalars` unchanged, but XLA computes them once instead of once in each kernel that reads them.
-
-    A scalar that depends on all n leaves of a tree (a flag, a norm) ends in a chain of n cheap operations. XLA copies
-    this chain into the kernel of every leaf that uses the scalar. The program then has n^2 operations, and 1000 leaves
-    take minutes to compile.
-
-    Args:
-      scalars: any pytree of arrays.
-
-    Example:
-      >>> computed_once((jnp.float32(2.0), jnp.array(True)))
-      (Array(2., dtype=float32), Array(True, dtype=bool))
-    """
-    return lax.optimization_barrier(scalars)

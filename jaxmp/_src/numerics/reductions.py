@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Complex64, Float
+from jaxtyping import Array, Bool, Complex64, Float, PyTree
 
 from pallas_kernels import backend, reference
 from pallas_kernels.by_platform import by_platform
@@ -43,17 +43,20 @@ def unusable_and_largest(
     """
 
     def plain(arrays: list[Array], factor: Any) -> tuple[Array, Array]:
-        found = map(reference.largest_magnitude, _times(arrays, factor))
-        return _with_flag(functools.reduce(jnp.maximum, found, jnp.zeros((), jnp.float32)))
+        largest = functools.reduce(jnp.maximum, map(reference.largest_magnitude, arrays), jnp.zeros((), jnp.float32))
+        largest = largest if factor is None else reference.largest_magnitude(largest * factor)  # rounding keeps order
+        return ~(largest < LARGEST), largest
 
     def on_gpu(_: Any, arrays: list[Array], factor: Any) -> tuple[Array, Array]:
-        bad = _any(jnp.imag(_both(x)) > 0 for x in _times(arrays, factor))
+        unscaled = arrays if factor is None else [x.astype(jnp.float32) * factor for x in arrays]
+        bad = _any(jnp.imag(_both(x)) > 0 for x in unscaled)
         return bad, jnp.full((), -1, jnp.float32)
 
     def on_cpu(_: Any, arrays: list[Array], factor: Any) -> tuple[Array, Array]:
         if backend.devices_of(arrays) > 1:  # devices may share them in different ways
             return plain(arrays, factor)
-        return _with_flag(largest_on_cpu(arrays, factor))
+        largest = largest_on_cpu(arrays, factor)
+        return ~(largest < LARGEST), largest
 
     given = lax.stop_gradient((list(arrays), factor))
     return by_platform(plain, *given, cuda=on_gpu, rocm=on_gpu, cpu=on_cpu)
@@ -75,7 +78,9 @@ def largest_on_cpu(arrays: Sequence[Float[Array, "..."]], factor: Float[Array, "
             alike.setdefault((x.dtype, x.size), []).append(x.reshape(-1))
     groups = [xs[i : i + _JOINED] for xs in alike.values() for i in range(0, len(xs), _JOINED)]
     found = [_largest_of(group).astype(jnp.float32) for group in groups]
-    return reference.largest_magnitude(jnp.stack(_times(found, factor))) if found else jnp.zeros((), jnp.float32)
+    if not found:
+        return jnp.zeros((), jnp.float32)
+    return reference.largest_magnitude(jnp.stack(found) if factor is None else jnp.stack(found) * factor)
 
 
 _JOINED = 16
@@ -94,14 +99,6 @@ def _largest_of(alike: Sequence[Float[Array, "N"]]) -> Float[Array, ""]:
     return lax.bitcast_convert_type(jnp.max(functools.reduce(lax.max, bits)), dtype)
 
 
-def _times(arrays: Sequence[Array], factor: Float[Array, ""] | None) -> list[Array]:
-    return list(arrays) if factor is None else [x.astype(jnp.float32) * factor for x in arrays]
-
-
-def _with_flag(largest: Float[Array, ""]) -> tuple[Bool[Array, ""], Float[Array, ""]]:
-    return ~(largest < LARGEST), largest
-
-
 def any_nonfinite(arrays: Sequence[Array]) -> Bool[Array, ""]:
     """Whether one of several float or complex arrays holds inf or NaN."""
     return _any(jnp.any(~jnp.isfinite(x)) for x in arrays)
@@ -114,3 +111,20 @@ def _any(found: Iterable[Bool[Array, ""]]) -> Bool[Array, ""]:
 def _both(x: Float[Array, "..."]) -> Complex64[Array, ""]:
     """(sum of squares, number of elements that are not usable) as one complex number."""
     return jnp.sum(lax.complex(x * x, (~(jnp.abs(x) < LARGEST)).astype(jnp.float32)))
+
+
+def computed_once(scalars: PyTree) -> PyTree:
+    """`scalars` unchanged, but XLA computes them once instead of once in each kernel that reads them.
+
+    A scalar that depends on all n leaves of a tree (a flag, a norm) ends in a chain of n cheap operations. XLA copies
+    this chain into the kernel of every leaf that uses the scalar. The program then has n^2 operations, and 1000 leaves
+    take minutes to compile.
+
+    Args:
+      scalars: any pytree of arrays.
+
+    Example:
+      >>> computed_once((jnp.float32(2.0), jnp.array(True)))
+      (Array(2., dtype=float32), Array(True, dtype=bool))
+    """
+    return lax.optimization_barrier(scalars)

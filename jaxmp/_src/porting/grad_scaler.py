@@ -64,7 +64,7 @@ from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives
 from jaxmp._src.guard import scale_reads, transform
 from jaxmp._src.loss_scale import dynamic, protocol, static, torch_state
-from jaxmp._src.numerics import casting
+from jaxmp._src.numerics import casting, reductions
 from jaxmp._src.step import state as states
 from jaxmp._src.step.transform import Transformation
 from pallas_kernels.when import when
@@ -325,7 +325,7 @@ class GradScaler:
         if self._structure.stage_of(optimizer) == _READY:
             grads, scaler = self.unscale(grads, optimizer=optimizer)
         found_inf = scaler._found_inf[optimizer]
-        taken = casting.computed_once(~found_inf)
+        taken = reductions.computed_once(~found_inf)
         if isinstance(tx, Transformation):
             params, opt_state = apply(grads, opt_state, params, grads_finite=taken)
         else:

@@ -17,7 +17,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -112,16 +112,18 @@ def step(
     amaxes, grads = _apart(rule, grads)
     scale_params, own_params = _apart(rule, params)
 
-    used_scale = _used_scale(state, loss_scale if rule.scaler is not None else None)
+    used_scale = jnp.ones((), jnp.float32) if state.scaling is None else state.scaling.loss_scale
+    if rule.scaler is not None and loss_scale is not None:
+        used_scale = loss_scale
     own_scale_moves = rule.scales and loss_scale is None
-    scaler: Any = states.scaler_of(rule.scaler, state.scaling) if own_scale_moves else None
+    scaler: Any = states.scaler_of(rule.scaler, cast(Any, state.scaling)) if own_scale_moves else None
     with jax.named_scope("jaxmp.unscale"):
-        gradients, clamped = _gradients(rule, grads, scaler, used_scale)
+        gradients, clamped = _gradients(rule, grads, state, scaler, used_scale)
     with jax.named_scope("jaxmp.check_finite"):
         loss = extra.get("value")
         decision, measured = decide(rule, gradients, amaxes, scale_params, state, clamped, grads_finite, loss)
 
-    next_scaling = states.scaling_state(scaler.adjust(decision.finite)) if own_scale_moves else state.scaling
+    next_scaling: Any = states.scaling_state(scaler.adjust(decision.finite)) if own_scale_moves else state.scaling
     if rule.scaler is not None:
         next_scale = next_scaling.loss_scale if own_scale_moves else used_scale
         extra |= {"grads_finite": decision.taken, "loss_scale": used_scale, "next_loss_scale": next_scale}
@@ -218,7 +220,7 @@ def decide(
     if isinstance(rule.optimizer, optimizers.Fused):
         return Decision(finite, taken), measured
     # Without this, XLA repeats the computation of both flags in the code of every leaf.
-    return Decision(*(x if x is always else casting.computed_once(x) for x in (finite, taken))), measured
+    return Decision(*(x if x is always else reductions.computed_once(x) for x in (finite, taken))), measured
 
 
 def all_usable(grads: PyTree, loss_scale: Float[Array, ""], axis_name: collectives.AxisName) -> Bool[Array, ""]:
@@ -236,15 +238,8 @@ def _apart(rule: Rule, tree: PyTree) -> tuple[PyTree, PyTree]:
     return ((), tree) if rule.moves_scales is None else scale_leaves.partition(tree)
 
 
-def _used_scale(state: StepState, given: Float[Array, ""] | None) -> Float[Array, ""]:
-    """The scale that `value_and_grad` multiplied by. Without a loss scale the state holds 1, or an earlier run's."""
-    if given is not None:
-        return given
-    return jnp.ones((), jnp.float32) if state.scaling is None else state.scaling.loss_scale
-
-
 def _gradients(
-    rule: Rule, grads: PyTree, scaler: Any, used_scale: Float[Array, ""]
+    rule: Rule, grads: PyTree, state: StepState, scaler: Any, used_scale: Float[Array, ""]
 ) -> tuple[optimizers.Gradients, Bool[Array, ""] | None]:
     """The gradients, and whether one was clamped."""
     leaves, clamped = jax.tree.leaves(grads), None
@@ -255,8 +250,8 @@ def _gradients(
     if rule.scaler is None:
         return optimizers.Gradients(leaves, None, treedef), clamped
     inv_scale = float_bits.reciprocal(used_scale)
-    inv_scale = inv_scale if isinstance(rule.optimizer, optimizers.Fused) else casting.computed_once(inv_scale)
-    if scaler is not None and not states.is_own(rule.scaler):  # a user's own object unscales by its own rule
+    inv_scale = inv_scale if isinstance(rule.optimizer, optimizers.Fused) else reductions.computed_once(inv_scale)
+    if scaler is not None and isinstance(state.scaling, states.CustomLossScaleState):  # it unscales by its own rule
         leaves = casting.cast_floats(scaler.unscale(host_memory.to_device(leaves)), jnp.float32)
         inv_scale = jnp.ones((), jnp.float32)
     return optimizers.Gradients(leaves, inv_scale, treedef), clamped

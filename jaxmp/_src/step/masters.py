@@ -85,7 +85,7 @@ class Weights(NamedTuple):
                 pairs += [Pair(p, None) if is_short(p) else Pair(None, p) for p in leaves]
             else:
                 of_master = zip(leaves, jax.tree.leaves(master), strict=True)
-                pairs += [Pair(None if stored_kernels.is_stored(p) else p, m) for p, m in of_master]
+                pairs += [Pair(None if p.dtype == jnp.float8_e4m3fn else p, m) for p, m in of_master]
         return pairs
 
     def put_back(self, pairs: Sequence[Pair]) -> tuple[PyTree, PyTree | None]:
@@ -139,7 +139,7 @@ def weights_of(params: PyTree, masters: PyTree | None) -> Weights:
 
 def is_split(pair: Pair) -> bool:
     """Whether the weight is split into the param and a remainder."""
-    return pair.param is not None and pair.master is not None and is_remainder(pair.master)
+    return pair.param is not None and pair.master is not None and pair.master.dtype in (jnp.int8, jnp.int16)
 
 
 def weight_of(pair: Pair) -> Array:
@@ -149,12 +149,14 @@ def weight_of(pair: Pair) -> Array:
     return moments.join(*pair) if is_split(pair) else pair.master
 
 
-def stored(weight: Float[Array, "..."], like: Pair, random: Any = None) -> Pair:
-    """The pair that holds another weight; `random`: bits for the rounding of a master of 24 bits."""
+def stored(weight: Float[Array, "..."], like: Pair, leaf: int, step: Any) -> Pair:
+    """The pair that holds another weight; a master of 24 bits is rounded with the noise of this leaf and this step."""
     if like.master is None:
         return like
     with jax.named_scope("jaxmp.write_params"):
         if is_split(like):
+            in_24_bits = like.master.dtype == jnp.int8
+            random = moments.split_noise(moments.flat_index(weight.shape), leaf, step) if in_24_bits else None
             return Pair(*moments.split(weight, like.master.dtype, random))
         return Pair(None if like.param is None else reference.cast_by_selects(weight, like.param.dtype), weight)
 
@@ -166,32 +168,24 @@ def moved(
 
     `apart`: no equation of the program joins them, so that they can be computed a few at a time.
     """
-    new = [_moved(*part) for part in zip(pairs, weights, updates, strict=True)]
+    new: list[Any] = [
+        w  # frozen
+        if pair.master is None
+        else optax.apply_updates(w, u)  # its own weight, in the dtype of the user's params
+        if pair.param is None
+        else w + u.astype(jnp.float32)
+        for pair, w, u in zip(pairs, weights, updates, strict=True)
+    ]
     beside = {i: x for i, x in enumerate(new) if pairs[i].param is not None}
     beside = {i: written(x) for i, x in beside.items()} if apart else written(beside)
-    return [stored(beside.get(i, x), pairs[i], noise_of(i, pairs[i], step)) for i, x in enumerate(new)]
+    return [stored(beside.get(i, x), pairs[i], i, step) for i, x in enumerate(new)]
 
 
-def _moved(pair: Pair, weight: Array, update: Array) -> Any:
-    if pair.master is None:  # frozen
-        return weight
-    if pair.param is None:  # its own weight has the dtype of the user's params
-        return optax.apply_updates(weight, update)
-    return weight + update.astype(jnp.float32)
-
-
-def chosen(taken: Bool[Array, ""], new: Pair, old: Pair, random: Any = None) -> Pair:
+def chosen(taken: Bool[Array, ""], new: Pair, old: Pair, leaf: int, step: Any) -> Pair:
     """`new` if `taken`, else `old`, by one select: params are made from the weight that was chosen, and not read."""
     if old.master is None:
         return old
-    return stored(jnp.where(taken, weight_of(new), weight_of(old)), old, random)
-
-
-def noise_of(number: int, pair: Pair, step: Any) -> Any:
-    """The random bits for a master of 24 bits in step number `step`; None for others."""
-    if not is_split(pair) or pair.master.dtype != jnp.int8:
-        return None
-    return moments.split_noise(moments.flat_index(pair.param.shape), number, step)
+    return stored(jnp.where(taken, weight_of(new), weight_of(old)), old, leaf, step)
 
 
 def stale_elements(pairs: Sequence[Pair]) -> Float[Array, ""]:

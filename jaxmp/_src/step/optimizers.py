@@ -24,7 +24,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import host_memory
 from jaxmp._src.numerics import reductions
 from jaxmp._src.programs import windows
-from jaxmp._src.step import boxes, extra_arguments, masters
+from jaxmp._src.step import inner_update, masters
 from jaxmp._src.step.masters import Pair
 from pallas_kernels import backend
 from pallas_kernels.backend import as_varying, varying_axes
@@ -144,11 +144,12 @@ class Optax(NamedTuple):
 
     def init(self, weights: PyTree) -> Any:
         """As the inner transform's."""
-        return boxes.closed(self.inner.init(weights))
+        return tree_paths.with_boxes_inside(self.inner.init(weights))
 
     def measure(self, grads: Gradients) -> Measured:
         """Looks at each gradient; XLA fuses this with the unscaling, or reads what is still scaled."""
-        return _measured(*reductions.unusable_and_largest(host_memory.to_device(grads.scaled), grads.inv_scale))
+        bad, largest = reductions.unusable_and_largest(host_memory.to_device(grads.scaled), grads.inv_scale)
+        return Measured(bad, counts={"largest_gradient": largest})
 
     def move(
         self, step: Step, grads: Gradients, state: Any, pairs: list[Pair], params: PyTree, beside: Beside
@@ -173,15 +174,15 @@ class Optax(NamedTuple):
             parts = enumerate(zip(adds, new[0], old[0], strict=True))
             with jax.named_scope("jaxmp.keep_or_skip"):
                 found = [
-                    select(n, o) if adding else masters.chosen(taken, n, o, masters.noise_of(i, o, old[3]))
-                    for i, (adding, n, o) in parts
+                    select(n, o) if adding else masters.chosen(taken, n, o, i, old[3]) for i, (adding, n, o) in parts
                 ]
                 return found, *jax.tree.map(select, new[1:], old[1:])
 
         # Masters before the step: XLA for GPU counts them in the pass that reads them. XLA for CPU must be told to
         # count first, or it copies them.
         saturated = jnp.zeros((), jnp.float32)
-        if low := [i for i, pair in enumerate(pairs) if _may_saturate(pair)]:
+        in_float16 = lambda pair: pair.param is not None and pair.param.dtype == jnp.float16  # noqa: E731
+        if low := [i for i, pair in enumerate(pairs) if in_float16(pair) and pair.master is not None]:
             counted = lambda pairs: (saturated_masters([pairs[i] for i in low]), pairs)  # noqa: E731
             saturated, pairs = by_platform(counted, pairs, cpu=lambda f, pairs: lax.optimization_barrier(f(pairs)))
         old = [-0.0 if adding else pair for adding, pair in zip(adds, pairs, strict=True)]
@@ -192,51 +193,42 @@ class Optax(NamedTuple):
         return Moved(pairs, state, {"saturated_params": saturated}, others)
 
 
-def _measured(bad: Bool[Array, ""], largest: Float[Array, ""]) -> Measured:
-    return Measured(bad, counts={"largest_gradient": largest})
-
-
 def updated(
     inner: Any, grads: PyTree, weights: list[Array], state: Any, params: PyTree, extra: dict[str, Any]
 ) -> tuple[list[Array], Any]:
     """(updates of the weights, state) after `inner.update`, which sees weights in a tree like `params`."""
     full = jax.tree.unflatten(jax.tree.structure(params), weights)
-    with tree_paths.explained_by_shapes(grads, full):  # shapes may differ: one gradient for each example
-        moves, new = extra_arguments.update(inner, grads, boxes.opened(inner, state, full), full, extra)
+    try:
+        moves, new = inner_update.update_stored(inner, grads, state, full, extra)
+    except (TypeError, ValueError):  # shapes may differ: one gradient for each example
+        tree_paths.check_same_shapes(grads, full, "grads", "params")  # raises instead of the error
+        raise
     tree_paths.check_same_shapes(moves, full, "grads", "params")
-    new = boxes.closed(new)
-    _check_shapes(new, state)
-    return jax.tree.leaves(moves), new
-
-
-def _check_shapes(new: Any, old: Any) -> None:
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        return  # jax says how they differ
-    if found := tree_paths.first_of_other_shape(new, old):
+    has_structure = jax.tree.structure(new) == jax.tree.structure(state)  # if not, jax says how they differ
+    if has_structure and (found := tree_paths.first_of_other_shape(new, state)):
         path, shape, before = found
         raise ValueError(
             f"a step must not change the shape of an array of the optimizer's state; got {shape} for {before} at "
             f"{path}. An optimizer that factors large leaves only (optax.adafactor) takes the parts of shard_map for "
             f"small leaves: use plain jax.jit, where it sees whole leaves."
         )
-
-
-def _may_saturate(pair: Pair) -> bool:
-    """Whether it is a float16 param with a master; bfloat16 has the range of float32."""
-    return pair.param is not None and pair.param.dtype == jnp.float16 and pair.master is not None
+    return jax.tree.leaves(moves), new
 
 
 def saturated_masters(low: list[Pair]) -> Float[Array, ""]:
     """How many masters of float16 params lie beyond its range."""
 
+    limit = np.float32(np.finfo(np.float16).max)
+    beyond = lambda q: (jnp.abs(jnp.atleast_1d(q.master)) > limit).astype(jnp.float32)  # noqa: E731
+
     def count(low: list[Pair]) -> Array:
-        return sum((jnp.sum(_is_beyond(q.master)) for q in low), start=jnp.zeros((), jnp.float32))
+        return sum((jnp.sum(beyond(q)) for q in low), start=jnp.zeros((), jnp.float32))
 
     def count_if_any(_: Any, low: list[Pair]) -> Array:
         if backend.devices_of(low) > 1:  # where devices share arrays, each reduction is a message, and a join another
             return count(low)
         # XLA for CPU writes 4 bytes for each number of a sum; and it converts float16 slowly.
-        found = reductions.largest_on_cpu([q.param for q in low], None) >= np.float32(_LARGEST)
+        found = reductions.largest_on_cpu([q.param for q in low], None) >= limit
         if known(found) is False:
             return jnp.zeros((), jnp.float32)
         joined = lambda low: count([Pair(None, jnp.concatenate([q.master.reshape(-1) for q in low]))])  # noqa: E731
@@ -246,7 +238,7 @@ def saturated_masters(low: list[Pair]) -> Float[Array, ""]:
     def count_in_pass(_: Any, low: list[Pair]) -> Array:
         # XLA for GPU sums rows in the pass that writes the masters. To sum an array it needs a second launch, so rows
         # of one shape are added first. (Where devices share arrays, these may be split in different ways.)
-        rows = lax.optimization_barrier([jnp.sum(_is_beyond(q.master), axis=-1) for q in low])
+        rows = lax.optimization_barrier([jnp.sum(beyond(q), axis=-1) for q in low])
         if backend.devices_of(rows) > 1:
             return sum((jnp.sum(x) for x in rows), start=jnp.zeros((), jnp.float32))
         alike: dict[tuple[int, ...], Array] = {}
@@ -255,13 +247,6 @@ def saturated_masters(low: list[Pair]) -> Float[Array, ""]:
         return sum((jnp.sum(x) for x in alike.values()), start=jnp.zeros((), jnp.float32))
 
     return by_platform(count, low, cpu=count_if_any, cuda=count_in_pass, rocm=count_in_pass)
-
-
-_LARGEST = np.float16(jnp.finfo(jnp.float16).max)
-
-
-def _is_beyond(master: Float[Array, "..."]) -> Float[Array, "..."]:
-    return (jnp.abs(jnp.atleast_1d(master)) > np.float32(_LARGEST)).astype(jnp.float32)
 
 
 class InPlace(optax.GradientTransformationExtraArgs):
@@ -330,7 +315,8 @@ class Streamed(NamedTuple):
         """Looks at gradients in host memory a few at a time."""
         if host_memory.first_on_host(grads.scaled) is None:
             return Optax(self.inner).measure(grads)
-        return _measured(*windows.unusable_and_largest(grads.scaled, grads.factor()))
+        bad, largest = windows.unusable_and_largest(grads.scaled, grads.factor())
+        return Measured(bad, counts={"largest_gradient": largest})
 
     def move(
         self, step: Step, grads: Gradients, state: Any, pairs: list[Pair], params: PyTree, beside: Beside

@@ -23,9 +23,9 @@ from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import amax_records, scale_leaves, stored_kernels
 from jaxmp._src.fp8.recipes import AmaxState, DelayedScaling
 from jaxmp._src.fp8.scheme import has_state
-from jaxmp._src.numerics import casting
+from jaxmp._src.numerics import reductions
 from jaxmp._src.numerics.float_bits import log2_of_power_of_two, power_of_two
-from jaxmp._src.step import extra_arguments
+from jaxmp._src.step import inner_update
 from jaxmp._src.step.state import Fp8State, find
 
 Recipe = Any  # DelayedScaling, a stateless recipe, or {path glob: recipe}
@@ -149,7 +149,7 @@ def update_amax(recipe: Recipe) -> MovesScales:
                 move = jnp.where(move == 0, -0.0, move)
             elif group.recipe.power_of_two:
                 move = before + move  # exact, of integers
-            move = casting.computed_once(move)  # once for all, and not again in the code of each leaf
+            move = reductions.computed_once(move)  # once for all, and not again in the code of each leaf
             states.append(new)
             ends = np.cumsum([leaves[i].size for i in group.indices])
             parts = zip(group.indices, jnp.split(move, ends[:-1]), jnp.split(amax, ends[:-1]), strict=True)
@@ -197,7 +197,7 @@ def split_fp8(
     ) -> tuple[PyTree, SplitFp8State]:
         (of_scales, of_rest), (scale_params, others) = map(_apart, (updates, params))
         moves, scales_state = scales.update(of_scales, state.fp8_scales, scale_params, **extra_args)
-        moved, rest_state = extra_arguments.update(rest, of_rest, state.fp8_rest, others, extra_args)
+        moved, rest_state = inner_update.update(rest, of_rest, state.fp8_rest, others, extra_args)
         return scale_leaves.merge(moves, moved), SplitFp8State(scales_state, rest_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

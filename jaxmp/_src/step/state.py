@@ -259,11 +259,6 @@ def scaling_state(scaler: Any) -> LossScaleState | CustomLossScaleState:
     return CustomLossScaleState(loss_scale, tuple(jnp.asarray(x) for x in jax.tree.leaves(scaler)))
 
 
-def is_own(scaler: Any) -> bool:
-    """Whether a loss-scale object belongs to this library; such an object unscales by 1 / scale only."""
-    return isinstance(scaler, dynamic.DynamicLossScale | static.StaticLossScale | static.NoOpLossScale)
-
-
 def scaler_of(template: Any, state: LossScaleState | CustomLossScaleState) -> Any:
     """The loss-scale object with the rule of `template` and the arrays of `state`."""
     if isinstance(state, CustomLossScaleState):

@@ -18,7 +18,7 @@ from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.loss_scale import dynamic, protocol
 from jaxmp._src.numerics import casting, float_bits
-from jaxmp._src.step import extra_arguments, heart, masters, scales, state as states, state_arrays
+from jaxmp._src.step import heart, inner_update, masters, scales, state as states, state_arrays
 from jaxmp._src.step.optimizers import as_transformation, optimizer_of
 from jaxmp._src.step.policy import Policy, get_policy
 from jaxmp._src.step.state import StepState
@@ -336,7 +336,7 @@ def apply_gradients(
     if isinstance(tx, Transformation):
         return tx.step(grads, opt_state, params, **extra_args)
     tx = as_transformation(tx)
-    updates, opt_state = extra_arguments.update(tx, grads, opt_state, params, extra_args)
+    updates, opt_state = inner_update.update(tx, grads, opt_state, params, extra_args)
     return optax.apply_updates(params, updates), opt_state
 
 

@@ -86,7 +86,7 @@ def clip_by_global_norm(
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, GlobalNormState]:
         del state, params
         norm = global_norm(updates, axis_name=axis_name, replicated=replicated, ord=ord)
-        factor = casting.computed_once(factor_of(norm, max_norm))
+        factor = reductions.computed_once(factor_of(norm, max_norm))
         clipped = jax.tree.map(lambda g: (g * factor).astype(g.dtype) if casting.is_float(g) else g, updates)
         clipped = scale_leaves.map_scales(lambda _, g, amax: amax, clipped, updates)  # amaxes are not gradients
         return clipped, GlobalNormState(norm)

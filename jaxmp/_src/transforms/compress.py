@@ -21,7 +21,7 @@ from jaxtyping import Array, Int, PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import boxes, extra_arguments
+from jaxmp._src.step import inner_update
 from jaxmp._src.step.optimizers import as_transformation
 from pallas_kernels import moments
 
@@ -99,9 +99,7 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
         count: Any = optax.safe_increment(state.compress_count)
         with jax.named_scope("jaxmp.decompress_moments"):
             full = map_moments(lambda x, signed, _: moments.dequantize(x, signed=signed), state.compressed)
-        opened = boxes.opened(inner, full, params)
-        updates, new = extra_arguments.update(inner, updates, opened, params, extra_args)
-        new = boxes.closed(new)
+        updates, new = inner_update.update_stored(inner, updates, full, params, extra_args)
         # In the form that the moment has, not in the one that its shape would get at `init`: in shard_map a device sees
         # its part of a moment, which may be too small to start in 8 bits.
         forms: dict[tuple[bool, int], Any] = {}

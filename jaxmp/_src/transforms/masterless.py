@@ -33,7 +33,7 @@ from jaxtyping import Array, Int, PyTree, UInt
 from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.devices import collectives
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import extra_arguments
+from jaxmp._src.step import inner_update
 from jaxmp._src.step.optimizers import as_transformation
 from pallas_kernels import moments
 
@@ -140,7 +140,7 @@ def float32_moments(inner: optax.GradientTransformation) -> optax.GradientTransf
         return inner.init(_wide(params))
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:
-        moves, state = extra_arguments.update(inner, _wide(updates), state, _wide(params), extra_args)
+        moves, state = inner_update.update(inner, _wide(updates), state, _wide(params), extra_args)
         return _wide(moves), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
