@@ -88,14 +88,17 @@ def _partitioned() -> Any:
     return jax.make_jaxpr(split)(jax.ShapeDtypeStruct((), "float32"))
 
 
-def written(arrays: Any) -> Any:
-    """A tree of arrays, each of which XLA computes once for all that is made from it, also for a CPU.
+def written(arrays: Any, *, platform: str = "cpu") -> Any:
+    """A tree of arrays, each of which XLA for a platform computes once for all that is made from it.
 
     XLA for CPU computes each result in a loop of its own, and what several results need in each of these loops. LLVM
     forms an FMA in one loop and not in another, so a master and its param, or the halves of a split master, could come
     from two different roundings of one weight.
+
+    XLA for TPU joins the halves of a split master and its moments in one pass over memory if the weight is one array
+    before them: 28 bytes of HBM per param, and 46 without.
     """
-    return by_platform(lambda x: x, arrays, cpu=lambda _, x: jax.tree.map(jax.lax.optimization_barrier, x))
+    return by_platform(lambda x: x, arrays, **{platform: lambda _, x: jax.tree.map(jax.lax.optimization_barrier, x)})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

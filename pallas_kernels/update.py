@@ -234,7 +234,7 @@ def multi_tensor_update(
     def plain(leaves: Any, scalars: Any, taken: Any) -> Any:
         f, whole, scalars = _of(leaves, scalars)
 
-        def move(old: Any, sums: Any, step: Any) -> Any:
+        def move(old: Any, sums: Any) -> Any:
             def found(old: Any) -> Any:
                 given = [leaf._replace(states=st, writes=w) for leaf, (st, w) in zip(whole, old, strict=True)]
                 return multi_tensor.reference(f, given, scalars, n_sums=n_sums)
@@ -243,14 +243,14 @@ def multi_tensor_update(
                 counted = lambda old: (found(old).sums, old)  # noqa: E731
                 sums, old = by_platform(counted, old, cpu=lambda f, old: jax.lax.optimization_barrier(f(old)))
             ends = [len(leaf.states) for leaf in whole]
-            return [(x[:end], x[end:]) for x, end in zip(found(old).leaves, ends, strict=True)], sums, step
+            return [(x[:end], x[end:]) for x, end in zip(found(old).leaves, ends, strict=True)], sums
 
         def choose(taken: Any, new: Any, old: Any) -> Any:
             leaves = zip(statics, new[0], old[0], strict=True)
-            return [_chosen(leaf, taken, n, o, old[2]) for leaf, n, o in leaves], *new[1:]
+            return [_chosen(leaf, taken, n, o) for leaf, n, o in leaves], *new[1:]
 
         old = [(leaf.states, leaf.writes) for leaf in whole]
-        new, sums, _ = skips.when(taken, move, old, (nothing,) * n_sums, scalars[2], choose=choose)
+        new, sums = skips.when(taken, move, old, (nothing,) * n_sums, choose=choose)
         return multi_tensor.Result([(*states, *writes) for states, writes in new], sums)
 
     statics = [leaves[i]._replace(reads=(), states=(), writes=()) for i in filled]
@@ -367,18 +367,15 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
     return results, sums
 
 
-def _chosen(leaf: multi_tensor.Leaf, taken: Bool[Array, ""], new: Any, old: Any, step: Any) -> Any:
+def _chosen(leaf: multi_tensor.Leaf, taken: Bool[Array, ""], new: Any, old: Any) -> Any:
     """The select of the arrays of a leaf. What is made from the weight is made from the one that was chosen.
 
     So a 16-bit param beside a master need not be read. A skipped step writes the same bits again.
     """
     (states, writes), (old_states, old_writes) = new, old
-    if not leaf.kind.is_split:
-        states = skips.chosen(taken, states, old_states)
-        return states, tuple(reference.cast_by_selects(states[0], param.dtype) for param in old_writes)
-    weight = jnp.where(taken, _moments.join(*states[:2]), _moments.join(*old_states[:2]))
-    random = None
-    if old_states[1].dtype == jnp.int8:
-        random = _moments.split_noise(_moments.flat_index(weight.shape), leaf.numbers[1], step)
-    split = _moments.split(weight, old_states[1].dtype, random)
-    return (*split, *skips.chosen(taken, states[2:], old_states[2:])), writes
+    if leaf.kind.is_split and old_states[1].dtype == jnp.int16:
+        weight = jnp.where(taken, _moments.join(*states[:2]), _moments.join(*old_states[:2]))
+        split = _moments.split(written(weight, platform="tpu"), old_states[1].dtype)
+        return (*split, *skips.chosen(taken, states[2:], old_states[2:])), writes
+    states = skips.chosen(taken, states, old_states)
+    return states, tuple(reference.cast_by_selects(states[0], param.dtype) for param in old_writes)

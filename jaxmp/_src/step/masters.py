@@ -149,14 +149,18 @@ def weight_of(pair: Pair) -> Array:
     return moments.join(*pair) if is_split(pair) else pair.master
 
 
-def stored(weight: Float[Array, "..."], like: Pair, leaf: int, step: Any) -> Pair:
-    """The pair that holds another weight; a master of 24 bits is rounded with the noise of this leaf and this step."""
+def stored(weight: Float[Array, "..."], like: Pair, noise: tuple[int, Any] | None = None) -> Pair:
+    """The pair that holds another weight.
+
+    `noise`: the numbers of the leaf and of the step, on which the rounding of a master to 24 bits depends.
+    """
     if like.master is None:
         return like
     with jax.named_scope("jaxmp.write_params"):
         if is_split(like):
-            in_24_bits = like.master.dtype == jnp.int8
-            random = moments.split_noise(moments.flat_index(weight.shape), leaf, step) if in_24_bits else None
+            random = None
+            if noise is not None and like.master.dtype == jnp.int8:
+                random = moments.split_noise(moments.flat_index(weight.shape), *noise)
             return Pair(*moments.split(weight, like.master.dtype, random))
         return Pair(None if like.param is None else reference.cast_by_selects(weight, like.param.dtype), weight)
 
@@ -178,14 +182,18 @@ def moved(
     ]
     beside = {i: x for i, x in enumerate(new) if pairs[i].param is not None}
     beside = {i: written(x) for i, x in beside.items()} if apart else written(beside)
-    return [stored(beside.get(i, x), pairs[i], i, step) for i, x in enumerate(new)]
+    return [stored(beside.get(i, x), pairs[i], (i, step)) for i, x in enumerate(new)]
 
 
-def chosen(taken: Bool[Array, ""], new: Pair, old: Pair, leaf: int, step: Any) -> Pair:
-    """`new` if `taken`, else `old`, by one select: params are made from the weight that was chosen, and not read."""
+def chosen(taken: Bool[Array, ""], new: Pair, old: Pair) -> Pair:
+    """`new` if `taken`, else `old`, by one select: params are made from the weight that was chosen, and not read.
+
+    The halves of a split weight come back exactly, as it has no further bits.
+    """
     if old.master is None:
         return old
-    return stored(jnp.where(taken, weight_of(new), weight_of(old)), old, leaf, step)
+    weight = jnp.where(taken, weight_of(new), weight_of(old))
+    return stored(written(weight, platform="tpu") if is_split(old) else weight, old)
 
 
 def stale_elements(pairs: Sequence[Pair]) -> Float[Array, ""]:

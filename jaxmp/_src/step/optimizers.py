@@ -159,23 +159,21 @@ class Optax(NamedTuple):
 
         adds = [step.adds and pair.param is None and pair.master is not None for pair in pairs]
 
-        def update(old: list[Any], state: Any, others: PyTree, number: Any) -> Any:
+        def update(old: list[Any], state: Any, others: PyTree) -> Any:
             own = [pair if adding else x for adding, pair, x in zip(adds, pairs, old, strict=True)]
             weights = [masters.weight_of(pair) for pair in own]
             with jax.named_scope("jaxmp.optimizer"):
                 moves, state = updated(self.inner, grads.tree(), weights, state, params, step.extra)
             with jax.named_scope("jaxmp.update_masters"):
-                new = masters.moved(own, weights, moves, number)
+                new = masters.moved(own, weights, moves, step.number)
             new = [u if adding else pair for adding, pair, u in zip(adds, new, moves, strict=True)]
-            return new, state, beside.move(others), number
+            return new, state, beside.move(others)
 
         def choose(taken: Array, new: Any, old: Any) -> Any:
             select = lambda n, o: jnp.where(taken, n, o)  # noqa: E731
-            parts = enumerate(zip(adds, new[0], old[0], strict=True))
+            parts = zip(adds, new[0], old[0], strict=True)
             with jax.named_scope("jaxmp.keep_or_skip"):
-                found = [
-                    select(n, o) if adding else masters.chosen(taken, n, o, i, old[3]) for i, (adding, n, o) in parts
-                ]
+                found = [select(n, o) if adding else masters.chosen(taken, n, o) for adding, n, o in parts]
                 return found, *jax.tree.map(select, new[1:], old[1:])
 
         # Masters before the step: XLA for GPU counts them in the pass that reads them. XLA for CPU must be told to
@@ -186,7 +184,7 @@ class Optax(NamedTuple):
             counted = lambda pairs: (saturated_masters([pairs[i] for i in low]), pairs)  # noqa: E731
             saturated, pairs = by_platform(counted, pairs, cpu=lambda f, pairs: lax.optimization_barrier(f(pairs)))
         old = [-0.0 if adding else pair for adding, pair in zip(adds, pairs, strict=True)]
-        new, state, others, _ = when(step.taken, update, old, state, beside.old, step.number, choose=choose)
+        new, state, others = when(step.taken, update, old, state, beside.old, choose=choose)
         like = lambda pair, x: jnp.full_like(pair.master, x, dtype=jnp.float32)  # noqa: E731
         as_pair = lambda x, pair: Pair(None, like(pair, x) if isinstance(x, float) else x)  # noqa: E731
         pairs = [as_pair(x, pair) if adding else x for adding, x, pair in zip(adds, new, pairs, strict=True)]
