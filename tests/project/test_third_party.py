@@ -105,7 +105,7 @@ def test_matmuls_run_in_what_the_table_says(run, results, package, policy):
             "transformers.models.gpt2.modeling_flax_gpt2", reason="this transformers has no Flax models"
         )
     is_in_vain = (package, policy) == ("haiku", "fp8")  # its convolutions have more than one pixel
-    warns = pytest.warns(UserWarning, match="no-matmul-in-fp8") if is_in_vain else contextlib.nullcontext()
+    warns = pytest.warns(UserWarning, match="no-layer-in-fp8") if is_in_vain else contextlib.nullcontext()
     with jax.numpy_rank_promotion("allow"), warns:
         shares = run.shares_of_flops(name, policy)
         flops = flops_of_gradients(run, name, policy)

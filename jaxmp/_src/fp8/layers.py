@@ -1,29 +1,23 @@
-"""Common code of the fp8 layers of linen and nnx: scale leaves, switching off, dtypes of inputs, choice by path."""
+"""Common code of the fp8 layers of linen and nnx: scale leaves, switching off, dtypes of inputs."""
 
 import contextlib
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmp._src.base import ambient, tree_paths
+from jaxmp._src.base import ambient
 from jaxmp._src.fp8 import (
     block_matmul,
     gated_mlp as gated_mlp_lib,
     matmul,
     ragged_matmul,
-    scale_leaves,
     stored_kernels,
     told,
 )
 from jaxmp._src.fp8.gated_mlp import GatedScales
-from jaxmp._src.fp8.scheme import Recipe
-
-Filter = Callable[[str, Any], bool] | Sequence[str] | None
 
 
 def is_enabled() -> bool:
@@ -176,79 +170,3 @@ def promotion(given: Callable[..., Any], default: Callable[..., Any]) -> Callabl
     if given is default:
         return promote_all_but_kernel
     return given if getattr(given, "is_in_fp8", False) else _Promotion(given)
-
-
-def wants_fp8(path: str, layer: Any, chosen: Filter) -> bool:
-    """Whether the filter chooses the layer at `path`."""
-    if chosen is None:
-        return True
-    if callable(chosen):
-        return bool(chosen(path, layer))
-    return tree_paths.matches(path, chosen)
-
-
-def identity_of(chosen: Filter) -> Any:
-    """Equal for filters that choose alike, as a part of the key under which `jax.jit` caches a trace.
-
-    A function is its code and the values in it, so one that a loop writes again is the same filter.
-    """
-    if isinstance(chosen, functools.partial):
-        return (identity_of(chosen.func), _values(chosen.args), _values(chosen.keywords.items()))
-    if inspect.isfunction(chosen):
-        cells = [cell.cell_contents for cell in chosen.__closure__ or ()]
-        named = (chosen.__kwdefaults__ or {}).items()
-        return (chosen.__code__, _values(cells), _values(chosen.__defaults__ or ()), _values(named))
-    return _values([chosen])
-
-
-def _values(values: Any) -> tuple[Any, ...]:
-    return tuple(_values(x) if isinstance(x, (tuple, list)) else _Same.if_unhashable(x) for x in values)
-
-
-class _Same:
-    """A value without a hash, equal only to itself."""
-
-    def __init__(self, value: Any):
-        self._value = value
-
-    @classmethod
-    def if_unhashable(cls, value: Any) -> Any:
-        """`value`, in a `_Same` if it has no hash."""
-        try:
-            hash(value)
-        except TypeError:
-            return cls(value)
-        return value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
-def warn_of_idle(function: str, recipe: Any, chosen: Filter, paths: Sequence[str]) -> bool:
-    """Warns of patterns of a filter and of a dict of recipes that fit no layer. Returns whether the filter's did.
-
-    `function` is the user's, `paths` are those of all layers that can run in fp8.
-    """
-    patterns = () if chosen is None or callable(chosen) else chosen
-    warned = tree_paths.warn_of_idle(f"{function}(filter=)", patterns, paths, of="layer")
-    scale_leaves.warn_of_idle(f"{function}(recipe)", recipe, paths, of="layer")
-    return warned
-
-
-def recipe_at(recipe: Any, path: str) -> Any:
-    """The recipe for the layer at `path`: `recipe` itself, or the first entry of a dict whose pattern fits."""
-    recipes = scale_leaves.recipes_of(recipe)
-    return recipes[scale_leaves.pattern_for(recipes, path, "fp8 layer")]
-
-
-def check_recipe(recipe: Any) -> None:
-    """Raises a TypeError unless `recipe` is a recipe or a dict of recipes."""
-    for part in scale_leaves.recipes_of(recipe).values():
-        if not isinstance(part, Recipe):
-            raise TypeError(
-                f"a recipe is jaxmp.fp8.DelayedScaling(), CurrentScaling() or another one of jaxmp.fp8, or a dict from "
-                f"path patterns to them; got {part!r}. Layers are chosen by filter=."
-            )

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import flax.errors
@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.fp8 import (
+    chosen_layers,
     convolutions,
     einsum,
     kept_layers,
@@ -225,12 +226,13 @@ _KEY = jax.make_user_context(None)
 class _Interceptor:
     """What flax calls in place of each method of a module inside `autocast`."""
 
-    def __init__(self, recipe: Any, chosen: layers.Filter, kept: kept_layers.KeptLayers | None = None):
-        self.recipe, self.chosen, self.kept = recipe, chosen, kept
-        self.by_default: Callable[[str], bool] | None = None  # of the model that is running
+    def __init__(self, rule: chosen_layers.Rule):
+        self.rule = rule
+        self.ends: Mapping[str, str] = {}  # of the model that is running
+        self.holders: Collection[str] | None = None  # the layers of this model that hold scales, if they are known
         self.is_running = False
         self.has_run = False  # a whole model, from its __call__
-        self.seen: dict[str, None] = {}  # paths of layers that could run in fp8
+        self.seen: dict[str, tuple[str | None, bool]] = {}  # why a layer does not run in fp8, and whether it can
         self.base_calls = 0  # of layers, by the class of flax that multiplies
 
     def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -240,13 +242,14 @@ class _Interceptor:
         if ambient.now().fp8_layers is not self or module.scope is None:
             return next_fun(*args, **kwargs)
         if not self.is_running and not module.path:  # the whole model is called
-            if self.chosen is None and layers.is_enabled():
-                self.by_default = _default_of(module, method, args, kwargs)
+            if self.rule.filter is None and layers.is_enabled():
+                self.holders = _holders_of_scales(module)
+                self.ends = _ends_of(module, method, args, kwargs) if self.holders is None else {}
             self.is_running = True
             try:
                 out = self(next_fun, args, kwargs, context)
             finally:
-                self.by_default, self.is_running = None, False
+                self.ends, self.holders, self.is_running = {}, None, False
             self.has_run |= method == "__call__"
             return out
         if method != "__call__":
@@ -256,13 +259,12 @@ class _Interceptor:
             return _noted(module, next_fun(*args, **kwargs), args, kwargs)
         if isinstance(module, nn.OptimizedLSTMCell) and self._wants_gates(module):
             return _as(nn.LSTMCell, module)(*args, **kwargs)
-        base = next((cls for cls in _BASES if isinstance(module, cls)), None)
-        if base is None or (isinstance(module, nn.Conv) and not _is_one_matmul(module)):
-            return next_fun(*args, **kwargs)
         path = "/".join(module.path)
-        if layers.is_enabled():
-            self.seen[path] = None
-        if not _is_plain(module):
+        base = next((cls for cls in _BASES if isinstance(module, cls)), None)
+        can = base is not None and (base is not nn.Conv or _is_one_matmul(module))
+        if layers.is_enabled() and isinstance(module, _WITH_WEIGHTS):
+            self.seen[path] = (None if can else "it is no matmul", can)
+        if base is None or not can or not _is_plain(module):
             return next_fun(*args, **kwargs)
         if context.orig_method.func is not base.__call__.__wrapped__:
             return self._call_of_a_subclass(base, path, module, next_fun, args, kwargs)
@@ -272,13 +274,16 @@ class _Interceptor:
             return _in_fp8(base, module, stored)(*args, **kwargs) if stored else next_fun(*args, **kwargs)
         if not self._wants(path, module):
             return next_fun(*args, **kwargs)
-        return _in_fp8(base, module, layers.recipe_at(self.recipe, path))(*args, **kwargs)
+        return _in_fp8(base, module, self.rule.recipe_at(path))(*args, **kwargs)
 
     def _wants(self, path: str, module: Any) -> bool:
         params = ["kernel", "bias"] if getattr(module, "use_bias", False) else ["kernel"]
-        if self.kept is not None and self.kept(path, params):
-            return False
-        return self.by_default(path) if self.by_default else layers.wants_fp8(path, module, self.chosen)
+        why_not = self.rule.why_not(path, module, self.ends, params=params)
+        if self.holders is not None and path not in self.holders:
+            why_not = "it holds no scales"
+        if path in self.seen:
+            self.seen[path] = (why_not, True)
+        return why_not is None
 
     def _wants_gates(self, cell: nn.Module) -> bool:
         """Whether a cell whose params are those of `nn.LSTMCell` runs as one: a Dense layer for each gate."""
@@ -300,21 +305,22 @@ class _Interceptor:
         return out
 
 
-def _default_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> Callable[[str], bool]:
-    """Which layers of a model run in fp8 without a filter, by path."""
+def _holders_of_scales(module: nn.Module) -> set[str] | None:
+    """Paths of the layers that hold scales: a method may call only some layers, which have another first and last.
+
+    None in a model without scales, or that is being initialized.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(module.variables.get("params", {}))
-    scales = [path for path, _ in leaves if scale_leaves.is_scale(path)]
-    if scales and not module.is_initializing():  # a method may call only some layers, which have another first and last
-        held = {tree_paths.path_str(path).rpartition("/")[0].rpartition("/")[0] for path in scales}
-        return held.__contains__
-    ends = _ends_of(module, method, args, kwargs)
-    return lambda path: path not in ends
+    scales = [tree_paths.path_str(path) for path, _ in leaves if scale_leaves.is_scale(path)]
+    if not scales or module.is_initializing():
+        return None
+    return {path.rpartition("/")[0].rpartition("/")[0] for path in scales}
 
 
-def _ends_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> set[str]:
-    """Paths of the first and the last layer with weights that a model calls, found by an abstract run.
+def _ends_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> dict[str, str]:
+    """The first and the last layer with weights that a model calls, found by an abstract run.
 
-    An embedding may be the last one, by `attend`. A layer in a loop (a scan over layers or time) is no end.
+    An embedding may be the last one, by `attend`.
     """
 
     def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -332,8 +338,7 @@ def _ends_of(module: nn.Module, method: str, args: Any, kwargs: Any) -> set[str]
     rngs = {name: jax.random.key(0) for name in names}
     with layers.switched(False), nn.intercept_methods(note):
         closed = jax.make_jaxpr(lambda: fresh.init(rngs, *args, method=method, **kwargs))()
-    order = list(_marks(jaxprs.open_jaxpr(closed)[0], in_loop=False))
-    return {path for path, in_loop in (order[:1] + order[-1:]) if not in_loop}
+    return chosen_layers.ends(_marks(jaxprs.open_jaxpr(closed)[0], in_loop=False))
 
 
 def _marks(jaxpr: Any, *, in_loop: bool) -> Iterator[tuple[str, bool]]:
@@ -416,7 +421,7 @@ def _filled(key: Array, value: float) -> Float[Array, ""]:
 
 
 @contextlib.contextmanager
-def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter = None) -> Iterator[None]:
+def autocast(recipe: Any = None, *, enabled: bool = True, filter: chosen_layers.Filter = None) -> Iterator[None]:
     """A region in which linen's Dense, DenseGeneral, Einsum and 1x1 Conv layers run in fp8, or in which no layer does.
 
     Enter it both where the model is initialized (the layers get their scale leaves there) and where the loss is
@@ -438,7 +443,8 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter 
 
     Warns:
       FallbackWarning: an Einsum that is no single GEMM; a subclass that does not call the class of flax.
-      UserWarning: at the end of a region in which a whole model was called, patterns that fit no layer.
+      UserWarning: at the end of a region in which a whole model was called, patterns that fit no layer, or no layer
+        that runs in fp8.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -448,24 +454,31 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: layers.Filter 
       >>> [name for name, layer in params.items() if "Fp8DotGeneral_0" in layer]
       ['layers_2']
     """
-    with region(DelayedScaling() if recipe is None else recipe, enabled=enabled, filter=filter):
+    rule = chosen_layers.Rule("jaxmp.fp8.autocast", DelayedScaling() if recipe is None else recipe, filter)
+    with _region(rule, enabled=enabled, idle_only=False):
         yield
 
 
+def of_policy(
+    recipe: Any, *, enabled: bool, filter: chosen_layers.Filter, kept: kept_layers.KeptLayers | None
+) -> contextlib.AbstractContextManager[None]:
+    """`autocast` with a policy's recipe, in which the layers that it keeps in float32 are not in fp8.
+
+    `value_and_grad` warns if the loss of a policy multiplies nothing in fp8.
+    """
+    return _region(chosen_layers.Rule("jaxmp.autocast", recipe, filter, kept), enabled=enabled, idle_only=True)
+
+
 @contextlib.contextmanager
-def region(
-    recipe: Any, *, enabled: bool, filter: layers.Filter, kept: kept_layers.KeptLayers | None = None
-) -> Iterator[None]:
-    """`autocast` with a recipe, in which the layers that a policy keeps in float32 are not in fp8."""
-    layers.check_recipe(recipe)
-    interceptor = _Interceptor(recipe, filter, kept)
+def _region(rule: chosen_layers.Rule, *, enabled: bool, idle_only: bool) -> Iterator[None]:
+    interceptor = _Interceptor(rule)
     with (
         module_paths.fp8_region(enabled) if ambient.AUTOCAST.value[1] else contextlib.nullcontext(),
         layers.switched(enabled),
         ambient.having(fp8_layers=interceptor),
         nn.intercept_methods(interceptor),
-        _KEY((repr(recipe), layers.identity_of(filter), kept)),
+        _KEY(rule),
     ):
         yield
-    if interceptor.has_run:  # a method of a model may call some layers only
-        layers.warn_of_idle("jaxmp.fp8.autocast", recipe, filter, list(interceptor.seen))
+    if interceptor.has_run and interceptor.seen:  # a method of a model may call some layers only
+        rule.warn(((path, *found) for path, found in interceptor.seen.items()), idle_only=idle_only)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmp._src.base import by_identity
 from jaxmp._src.base.warn import warn
-from jaxmp._src.fp8 import call_order, convolutions, einsum, layers as layers_lib, matmul, norms, recipes
+from jaxmp._src.fp8 import call_order, chosen_layers, convolutions, einsum, layers as layers_lib, matmul, norms, recipes
 
 _DEFAULT = recipes.DelayedScaling()
 
@@ -235,7 +235,7 @@ _FLAX_PROMOTES = inspect.signature(nnx.Linear.__init__).parameters["promote_dtyp
 
 
 def to_fp8(
-    model: nnx.Module, recipe: Any = _DEFAULT, *, filter: layers_lib.Filter = None, rngs: nnx.Rngs | None = None
+    model: nnx.Module, recipe: Any = _DEFAULT, *, filter: chosen_layers.Filter = None, rngs: nnx.Rngs | None = None
 ) -> list[str]:
     """Puts fp8 into the Linear, LinearGeneral, Einsum and 1x1 Conv layers of a model, in place.
 
@@ -270,48 +270,43 @@ def to_fp8(
       >>> to_fp8(model)
       ['layers/1']
     """
-    layers_lib.check_recipe(recipe)
+    rule = chosen_layers.Rule("jaxmp.nnx.to_fp8", recipe, filter)
     modules = _modules_in_order(model)
-    layers = [(path, layer) for path, layer in modules if isinstance(layer, _WITH_WEIGHTS)]
-    could_run = [path for path, layer in layers if _kind_of(layer)]
-    warned = layers_lib.warn_of_idle("jaxmp.nnx.to_fp8", recipe, filter, could_run)
-    ends = _ends_of(model, modules) if filter is None else set()
-    converted, left = [], []
-    for path, layer in layers:
-        layer: Any
+    ends = _ends_of(model, modules) if filter is None else {}
+    found: list[tuple[str, str | None, bool]] = []
+    converted, running = [], {}
+    for path, layer in modules:
         kind = _kind_of(layer)
-        if kind is None or path in ends or not _is_plain(layer) or not layers_lib.wants_fp8(path, layer, filter):
+        why_not = "it is no matmul" if kind is None else rule.why_not(path, layer, ends)
+        own = _recipe_of(layer)
+        if why_not is None and own is not None:
+            running[path] = own
+        elif why_not is None and not _is_plain(layer):
+            why_not = "it has a product of its own"
+        if isinstance(layer, _WITH_WEIGHTS):
+            found.append((path, why_not, kind is not None))
+        if kind is None or why_not is not None or own is not None:
             continue
         if reason := _why_not(layer, kind):
-            left.append(path)
             matmul.warn_of_layer(path, reason)
             continue
-        own = layers_lib.recipe_at(recipe, path)
-        product = kind.in_fp8(own, rngs=rngs, stack=_stack_of(path, layer), layer=path)
+        product = kind.in_fp8(rule.recipe_at(path), rngs=rngs, stack=_stack_of(path, layer), layer=path)
         setattr(layer, kind.attribute, nnx.data(product))
         layer.promote_dtype = layers_lib.promotion(layer.promote_dtype, _FLAX_PROMOTES)
         converted.append(path)
+    rule.warn(found, idle_only=any(isinstance(module, Fp8DotGeneral) for _, module in modules) or not found)
     for _, module in modules if converted else ():
         if type(module) in _NORMS:
             object.__setattr__(module, "__class__", _NORMS[type(module)])
-    is_in_fp8 = converted or any(isinstance(x, Fp8DotGeneral) for _, x in modules)
-    if not is_in_fp8 and layers and not warned and not left:
-        reason = "they are the first and the last" if filter is None else "the filter chooses none"
-        warn(
-            "no-fp8-layer",
-            f"no layer was turned to fp8: {reason}. Paths of layers look like {layers[0][0]!r}; choose by filter=.",
-        )
     if not converted:
-        chosen = [(path, x) for path, x in layers if path not in ends and layers_lib.wants_fp8(path, x, filter)]
-        running = {path: own for path, layer in chosen if (own := _recipe_of(layer)) is not None}
-        others = {path: own for path, own in running.items() if own != layers_lib.recipe_at(recipe, path)}
+        others = {path: own for path, own in running.items() if own != rule.recipe_at(path)}
         if others:
             path, own = next(iter(others.items()))
             more, verb = (f" and {len(others) - 1} more", "run") if len(others) > 1 else ("", "runs")
             warn(
-                "no-fp8-layer",
+                "no-layer-in-fp8",
                 f"no layer was turned to fp8: {path!r}{more} {verb} already in fp8 by the recipe {own!r}, which stays; "
-                f"got {layers_lib.recipe_at(recipe, path)!r}. Make the model again and call to_fp8 once, with the "
+                f"got {rule.recipe_at(path)!r}. Make the model again and call to_fp8 once, with the "
                 f"recipe or a dict from patterns to recipes.",
             )
     return converted
@@ -376,24 +371,22 @@ def _names_in(function: Any) -> set[str]:
     return set(code.co_names).union(*map(_names_in, code.co_consts))
 
 
-def _ends_of(model: Any, modules: list[tuple[str, Any]]) -> set[str]:
-    """Paths of the first and the last layer with weights that the call of the model uses."""
+def _ends_of(model: Any, modules: list[tuple[str, Any]]) -> dict[str, str]:
+    """The first and the last layer with weights that the call of the model uses."""
     layers = [(path, layer) for path, layer in modules if isinstance(layer, _WITH_WEIGHTS)]
-    if not layers:
-        return set()
-    called = list(call_order.calls(model, _WITH_WEIGHTS)) or [layer for _, layer in layers]
-    first, last = ([(path, layer) for path, layer in layers if layer is end] for end in (called[0], called[-1]))
+    called = list(call_order.calls(model, _WITH_WEIGHTS))
+    order = [(path, x) for end in called[:1] + called[-1:] for path, x in layers if x is end] or layers[:1] + layers[
+        -1:
+    ]
     embeddings = [(path, layer) for path, layer in layers if isinstance(layer, nnx.Embed)]
     own = {cls for _, module in modules for cls in type(module).__mro__ if not cls.__module__.startswith("flax.")}
     functions = [f for cls in own for f in vars(cls).values() if callable(f)]
     if embeddings and any("attend" in _names_in(f) for f in functions):
-        last = embeddings[:1]
+        order += embeddings[:1]
     loops = [f"{path}/" if path else "" for path, module in modules if isinstance(module, nnx.RNN)]
-    return {
-        path
-        for path, layer in (*first, *last)
-        if not _stack_of(path, layer) and not any(path.startswith(loop) for loop in loops)
-    }
+    return chosen_layers.ends(
+        (path, bool(_stack_of(path, layer)) or any(path.startswith(loop) for loop in loops)) for path, layer in order
+    )
 
 
 def _stack_of(path: str, layer: Any) -> tuple[int, ...]:

@@ -9,8 +9,7 @@ which it is stored). If a layer used the recipe, no other matmul uses it.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,9 +17,9 @@ from jaxtyping import Array
 
 from jaxmp._src.autocast import narrow_matmuls
 from jaxmp._src.autocast.narrow_matmuls import Operation
-from jaxmp._src.base import ambient, tree_paths
+from jaxmp._src.base import ambient
 from jaxmp._src.base.warn import warn
-from jaxmp._src.fp8 import layers, matmul, scale_leaves
+from jaxmp._src.fp8 import chosen_layers, matmul
 
 _OF_MODULES = (
     'Modules keep that state: in linen initialize and run the model in `with jaxmp.autocast("fp8"):`, in nnx call '
@@ -63,37 +62,29 @@ class Chooser:
     """Which matmuls of a function run by a recipe (`narrow_matmuls.Chooser`).
 
     Attributes:
-      recipe: a recipe, or pairs of a path pattern and a recipe.
-      filter: as for `jaxmp.fp8.autocast`, but a function gets the equation in place of a module.
+      rule: which layers run in fp8. A filter that is a function gets the equation in place of a module.
       of_policy: whether the recipe is a policy's, which layers may have taken.
-      identity: of the filter, from `layers.identity_of`.
     """
 
-    recipe: Any
-    filter: Callable[[str, Any], bool] | tuple[str, ...] | None = dataclasses.field(compare=False)
+    rule: chosen_layers.Rule
     of_policy: bool
-    identity: Any
 
     def choose(self, operations: list[Operation]) -> Sequence[narrow_matmuls.Product | str | None]:
         """The product of each operation, or why it has none; warns where nothing runs in fp8."""
         could = [operation for operation in operations if operation.why_not is None]
         if self.of_policy and (any(operation.is_layer for operation in operations) or _linen_layers_ran()):
             return [None] * len(operations)
-        if any(_has_state(recipe) for recipe in self._recipes().values()):
+        if any(_has_state(recipe) for recipe in self.rule.recipes.values()):
             if could and not ambient.is_in_loss():  # else value_and_grad says it
                 _warn_of_state(len(could))
             return [None] * len(operations)
-        with_weights = [o for o in operations if o.weight is not None or o.is_layer]
-        ends = [] if self.filter is not None or not with_weights else [with_weights[0], with_weights[-1]]
-        names = {o.place: name for o, name in zip(ends, ("first", "last"), strict=False) if not o.in_loop}
-        chosen = [self._choose(operation, names.get(operation.place)) for operation in operations]
+        ends = chosen_layers.ends((o.place, o.in_loop) for o in operations if o.weight is not None or o.is_layer)
+        chosen = [self._choose(operation, ends) for operation in operations]
         if not self.of_policy:
-            idle = layers.warn_of_idle("jaxmp.autocast", self._recipe(), self.filter, [o.path for o in could])
-            is_narrow = [
-                o.is_layer or isinstance(choice, Fp8Product) for o, choice in zip(operations, chosen, strict=True)
-            ]
-            if not idle and not any(is_narrow):
-                _warn_of_nothing(operations, chosen)
+            whys = [choice if isinstance(choice, str) else None for choice in chosen]
+            found = [(o.path, why, o.why_not is None) for o, why in zip(operations, whys, strict=True)]
+            see = " jaxmp.explain_autocast(fn, *args, recipe=...) shows all."
+            self.rule.warn(found, idle_only=any(o.is_layer for o in operations), see=see)
         return chosen
 
     def check_region(self) -> None:
@@ -101,37 +92,28 @@ class Chooser:
         if not self.of_policy:
             raise ValueError(
                 f"autocast(recipe=) counts the matmuls of a whole function, so the function around has the word; got "
-                f"`with jaxmp.autocast(..., recipe={self._recipe()!r})` in a function under autocast. Give recipe= and "
-                f"filter= to the autocast of that function, or wrap a function of your own: "
+                f"`with jaxmp.autocast(..., recipe={self.rule.recipe!r})` in a function under autocast. Give recipe= "
+                f"and filter= to the autocast of that function, or wrap a function of your own: "
                 f'jaxmp.autocast(part, "fp8", recipe=...)(x).'
             )
 
-    def _choose(self, operation: Operation, end: str | None) -> Fp8Product | str | None:
-        if operation.why_not is not None:
-            return operation.why_not
+    def _choose(self, operation: Operation, ends: Mapping[Any, str]) -> Fp8Product | str:
+        why_not = operation.why_not or self.rule.why_not(operation.path, operation.eqn, ends, at=operation.place)
+        if why_not is not None:
+            return why_not
         assert operation.weight is not None
-        if end is not None:
-            return f"the {end} operation with weights"
-        if not layers.wants_fp8(operation.path, operation.eqn, self.filter):
-            return "filter"
-        return Fp8Product(layers.recipe_at(self._recipe(), operation.path), operation.weight)
-
-    def _recipe(self) -> Any:
-        return dict(self.recipe) if isinstance(self.recipe, tuple) else self.recipe
-
-    def _recipes(self) -> Mapping[str, Any]:
-        return scale_leaves.recipes_of(self._recipe())
+        return Fp8Product(self.rule.recipe_at(operation.path), operation.weight)
 
 
-def chooser_of(recipe: Any, filter: layers.Filter = None, *, of_policy: bool = False) -> Chooser:
+def chooser_of(recipe: Any, filter: chosen_layers.Filter = None, *, of_policy: bool = False) -> Chooser:
     """The chooser for the arguments of `autocast`; checks them.
 
     Raises:
       TypeError: no recipe.
       ValueError: a recipe that needs state, or a key, and is not a policy's.
     """
-    layers.check_recipe(recipe)
-    for part in scale_leaves.recipes_of(recipe).values():
+    rule = chosen_layers.Rule("jaxmp.autocast", recipe, filter)
+    for part in rule.recipes.values():
         if of_policy:
             continue
         if part.has_state:
@@ -144,11 +126,7 @@ def chooser_of(recipe: Any, filter: layers.Filter = None, *, of_policy: bool = F
                 f"autocast(recipe=) has no key for stochastic rounding; got {part!r}. Use "
                 f"NVFP4(stochastic_rounding=False), or jaxmp.fp8.dot_general(..., key=key)."
             )
-    if isinstance(recipe, Mapping):
-        recipe = tuple(recipe.items())
-    if filter is not None and not callable(filter):
-        filter = tree_paths.patterns_of(filter)
-    return Chooser(recipe, filter, of_policy, layers.identity_of(filter))
+    return Chooser(rule, of_policy)
 
 
 def _has_state(recipe: Any) -> bool:
@@ -167,21 +145,4 @@ def _warn_of_state(count: int) -> None:
         "recipe-needs-state",
         f"the policy's recipe needs state that this function does not hold, so none of its {count} matmuls with "
         f'weights runs in fp8. {_OF_MODULES}; or use the policy "bf16".',
-    )
-
-
-def _warn_of_nothing(operations: list[Operation], chosen: list[Any]) -> None:
-    reasons = {
-        f"{operation.path or '(top)'}: {choice}": None
-        for operation, choice in zip(operations, chosen, strict=True)
-        if isinstance(choice, str)
-    }
-    shown = "; ".join([*itertools.islice(reasons, 4), *(["..."] if len(reasons) > 4 else [])])
-    could = any(operation.why_not is None for operation in operations)
-    advice = "Choose them by filter=, as filter=lambda path, eqn: True. " if could else ""
-    warn(
-        "no-matmul-in-fp8",
-        f"autocast(recipe=) runs matmuls with weights in fp8, between the first and the last operation with weights or "
-        f"by filter=; got a function in which none does ({shown or 'it has no dot_general'}). {advice}"
-        f"jaxmp.explain_autocast(fn, *args, recipe=...) shows all.",
     )

@@ -33,7 +33,7 @@ import numpy as np
 
 from jaxmp._src.autocast import cast_lists, explain, float32_layers, regions, rewrite
 from jaxmp._src.base import ambient
-from jaxmp._src.fp8 import kept_layers, layers, linen_layers
+from jaxmp._src.fp8 import chosen_layers, kept_layers, linen_layers
 from jaxmp._src.step import fp8_products
 from jaxmp._src.step.policy import Policy, get_policy, is_policy
 
@@ -43,7 +43,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class PolicyRegion:
     """The result of `autocast` of a policy: a decorator, and a region for `with`."""
 
-    def __init__(self, policy: Policy, lists: Any, *, enabled: bool, filter: layers.Filter):
+    def __init__(self, policy: Policy, lists: Any, *, enabled: bool, filter: chosen_layers.Filter):
         self._policy = policy
         self._filter = filter
         self._lists = lists  # makes the region of autocast, or the transformed function: `rewrite.autocast` of a dtype
@@ -83,7 +83,7 @@ class _Options(TypedDict, total=False):
     modules: Mapping[str, Any] | None
     output_dtype: Any
     recipe: Any
-    filter: layers.Filter
+    filter: chosen_layers.Filter
 
 
 @overload
@@ -103,7 +103,7 @@ def autocast(
     modules: Mapping[str, Any] | None = None,
     output_dtype: Any = None,
     recipe: Any = None,
-    filter: layers.Filter = None,
+    filter: chosen_layers.Filter = None,
 ) -> Any:
     """Runs a function in mixed precision, without changes to its code: `torch.autocast` for JAX.
 
@@ -214,7 +214,7 @@ def explain_autocast(
     widest: Iterable[str] = (),
     modules: Mapping[str, Any] | None = None,
     recipe: Any = None,
-    filter: layers.Filter = None,
+    filter: chosen_layers.Filter = None,
     **kwargs: Any,
 ) -> explain.Explanation:
     """In which dtype `autocast(fn, dtype, ...)` would run each operation, by module. Nothing is computed.
@@ -258,7 +258,7 @@ def explain_autocast(
         return explain.explain(fn, lists._replace(chooser=chooser), args, kwargs)
 
 
-def _with_recipe(dtype: Any, recipe: Any, filter: layers.Filter) -> tuple[Any, Any]:
+def _with_recipe(dtype: Any, recipe: Any, filter: chosen_layers.Filter) -> tuple[Any, Any]:
     """The dtype or policy without the recipe that `recipe=` replaces, and the chooser of matmuls in fp8."""
     policy = get_policy(dtype) if is_policy(dtype) else None
     own = None if policy is None else policy.recipe
@@ -312,14 +312,14 @@ def around_loss(policy: Policy | None, *, is_default: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fp8_and_precision(
-    policy: Policy, *, enabled: bool, fp8: bool = True, filter: layers.Filter = None
+    policy: Policy, *, enabled: bool, fp8: bool = True, filter: chosen_layers.Filter = None
 ) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if enabled:
             stack.enter_context(policy.default_matmul_precision())
         if fp8 and policy.recipe is not None:
             kept = _kept_by(policy)["keeps"]
-            stack.enter_context(linen_layers.region(policy.recipe, enabled=enabled, filter=filter, kept=kept))
+            stack.enter_context(linen_layers.of_policy(policy.recipe, enabled=enabled, filter=filter, kept=kept))
         yield
 
 

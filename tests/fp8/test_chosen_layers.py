@@ -1,0 +1,180 @@
+"""Linen's layers, nnx's layers and plain functions choose what runs in fp8 by one rule, and warn alike."""
+
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from jaxmp import fp8
+from jaxmp._src.fp8 import chosen_layers
+
+RECIPE = fp8.CurrentScaling()
+SIDE = 16
+NAMES = ("embed", "up", "down", "head")
+X = jnp.ones((SIDE, SIDE))
+
+
+class LinenModel(nn.Module):
+    """Layers of these names in a row."""
+
+    names: tuple[str, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        for name in self.names:
+            x = jnp.tanh(nn.Dense(SIDE, use_bias=False, name=name)(x))
+        return x
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, names):
+        for name in reversed(names):  # the call is in another order
+            setattr(self, name, nnx.Linear(SIDE, SIDE, use_bias=False, rngs=nnx.Rngs(0)))
+
+    def __call__(self, x):
+        x = jnp.tanh(self.embed(x))
+        return jnp.tanh(self.head(jnp.tanh(self.down(jnp.tanh(self.up(x))))))
+
+
+class TwoOfNnx(NnxModel):
+    def __call__(self, x):
+        return jnp.tanh(self.head(jnp.tanh(self.embed(x))))
+
+
+def by_linen(names, recipe, chosen):
+    """The layers in fp8, as (name, recipe)."""
+    delayed = {pattern: _with_state(part) for pattern, part in _recipes(recipe).items()}
+    with fp8.autocast(delayed, filter=chosen):
+        params = LinenModel(names).init(jax.random.key(0), X)["params"]
+    found = {name: sorted(layer["Fp8DotGeneral_0"]) for name, layer in params.items() if "Fp8DotGeneral_0" in layer}
+    return {name: "E4M3" if "fp8_grad_e4m3_log2_scale" in leaves else "HYBRID" for name, leaves in found.items()}
+
+
+def by_nnx(names, recipe, chosen):
+    model = (NnxModel if len(names) > 2 else TwoOfNnx)(names)
+    found = jaxmp.nnx.to_fp8(model, recipe, filter=chosen)
+    return {name: getattr(model, name).dot_general.recipe.fp8_format for name in found}
+
+
+def by_function(names, recipe, chosen):
+    def model(params, x):
+        for name in names:
+            with jax.named_scope(name):
+                x = jnp.tanh(x @ params[name])
+        return x
+
+    params = dict.fromkeys(names, jnp.ones((SIDE, SIDE)))
+    rows = jaxmp.explain_autocast(model, params, X, dtype=jnp.bfloat16, recipe=recipe, filter=chosen).rows
+    in_fp8 = [row.module for row in rows if row.name == "dot_general" and row.runs_in.startswith("float8")]
+    return {name: _recipes(recipe).get(f"*{name}", RECIPE).fp8_format for name in in_fp8}
+
+
+def _recipes(recipe):
+    return recipe if isinstance(recipe, dict) else {"*": recipe}
+
+
+def _with_state(recipe):
+    return fp8.DelayedScaling(fp8_format=recipe.fp8_format)
+
+
+WAYS = {"linen": by_linen, "nnx": by_nnx, "function": by_function}
+TWO = {"*up": fp8.CurrentScaling(fp8_format="E4M3"), "*": RECIPE}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(
+    ("names", "recipe", "chosen", "expected"),
+    [
+        (NAMES, RECIPE, None, ["up", "down"]),
+        (NAMES, TWO, None, ["up", "down"]),
+        (NAMES, RECIPE, ("UP", "he*"), ["up", "head"]),
+        (NAMES, RECIPE, "*d*", ["embed", "down", "head"]),
+        (NAMES, TWO, lambda path, layer: path != "down", ["embed", "up", "head"]),
+        (NAMES, RECIPE, (), []),
+    ],
+    ids=["default", "two recipes", "globs", "one glob", "function", "none"],
+)
+def test_three_ways_choose_alike(way, names, recipe, chosen, expected):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = way(names, recipe, chosen)
+    assert found == {name: "E4M3" if recipe is TWO and name == "up" else "HYBRID" for name in expected}
+
+
+FUNCTIONS = {"linen": "jaxmp.fp8.autocast", "nnx": "jaxmp.nnx.to_fp8", "function": "jaxmp.autocast"}
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    ("names", "chosen", "message"),
+    [
+        (
+            ("embed", "head"),
+            None,
+            r"none does \(((embed: the first|head: the last) operation with weights(; )?){2}\)",
+        ),
+        (NAMES, lambda path, layer: False, r"none does \((\w+: filter(; )?){4}\)"),
+        (NAMES, ("*upp", "down"), r"\(filter=\): the pattern '\*upp' fits no layer. Close to it: 'up'"),
+    ],
+    ids=["ends", "function", "idle"],
+)
+def test_three_ways_warn_alike(name, names, chosen, message):
+    with pytest.warns(UserWarning, match=rf"{FUNCTIONS[name]}.*{message}") as got:
+        WAYS[name](names, RECIPE, chosen)
+    assert len(got) == 1
+
+
+def test_idle_recipes_are_warned_of():
+    recipes = {"*upp": RECIPE, "*": RECIPE}
+    for name, way in WAYS.items():
+        with pytest.warns(UserWarning, match=rf"{FUNCTIONS[name]}\(recipe\): the pattern '\*upp' fits no layer"):
+            way(NAMES, recipes, None)
+
+
+def test_a_region_of_a_policy_leaves_it_to_the_loss():
+    """`value_and_grad` says what a policy does not do, once."""
+    with warnings.catch_warnings(), jaxmp.autocast("fp8"):
+        warnings.simplefilter("error")
+        params = LinenModel(NAMES[:2]).init(jax.random.key(0), X)["params"]
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "bf16").init(params)
+
+    def loss_fn(params):
+        return jnp.mean(LinenModel(NAMES[:2]).apply({"params": params}, X))
+
+    with pytest.warns(UserWarning, match="nothing-in-fp8") as got:
+        jaxmp.value_and_grad(loss_fn, policy="fp8")(params, opt_state=opt_state)
+    assert len(got) == 1
+
+
+def test_a_layer_with_a_product_of_its_own_is_no_layer_in_16_bits():
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(SIDE)(nn.Dense(SIDE, dot_general_cls=jaxmp.linen.Fp8DotGeneral)(x))
+
+    with warnings.catch_warnings(), fp8.autocast():
+        warnings.simplefilter("error")
+        Own().init(jax.random.key(0), X)
+
+
+def test_ends():
+    assert chosen_layers.ends([]) == {}
+    assert chosen_layers.ends([("a", False)]) == {"a": "last"}
+    assert chosen_layers.ends([("a", False), ("b", False), ("c", False)]) == {"a": "first", "c": "last"}
+    assert chosen_layers.ends([("a", True), ("b", False), ("c", False)]) == {"c": "last"}
+
+
+def test_equal_rules_choose_alike():
+    def rule(bound, recipe=RECIPE, function="f"):
+        return chosen_layers.Rule(function, recipe, lambda path, layer: len(path) > bound)
+
+    assert rule(1) == rule(1) and hash(rule(1)) == hash(rule(1))
+    assert rule(1) != rule(2) and rule(1) != rule(1, TWO)
+    assert chosen_layers.Rule("f", RECIPE, ["a"]) == chosen_layers.Rule("f", RECIPE, ("a",))
+    assert chosen_layers.Rule("f", {"*": RECIPE}) == chosen_layers.Rule("f", RECIPE)
+    assert hash(chosen_layers.Rule("f", TWO)) == hash(chosen_layers.Rule("f", dict(TWO)))  # a dict has no hash
