@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
 
-import block_oracle
 import jaxmp
+from fp8_oracle import assert_products, products
 from helpers import assert_moved
 from jaxmp import fp8
 from jaxmp._src.base import hardware
@@ -69,33 +69,6 @@ def product(recipe, dimension_numbers=MATMUL, out_dtype=jnp.float32):
     )
 
 
-def oracle(recipe, x, w, g):
-    """y, dx, dw for x [B, M, K], w [B, K, N], g [B, M, N] in float64, each with the sum of the magnitudes it adds."""
-
-    def rounded(x, axis, backward=False):
-        q, scale_inv = block_oracle.quantized(recipe, x, axis, backward=backward)
-        return np.float64(block_oracle.dequantized(q, scale_inv, axis, recipe.block_size))
-
-    square = isinstance(recipe, BlockScaling)
-    sums = [
-        ("bmk,bkn->bmn", rounded(x, (2,)), rounded(w, (1, 2) if square else (1,))),
-        ("bmn,bkn->bmk", rounded(g, (2,), True), rounded(w, (1, 2) if square else (2,))),
-        ("bmk,bmn->bkn", rounded(x, (1,)), rounded(g, (1,), True)),
-    ]
-    return [(np.einsum(s, a, b, optimize=True), np.einsum(s, abs(a), abs(b), optimize=True)) for s, a, b in sums]
-
-
-def assert_products(found, expected):
-    """y, dx, dw are the sums of the oracle up to 1e-6 of the magnitudes summed, then rounded once to their dtype."""
-    for name, actual, (exact, magnitude) in zip(("y", "dx", "dw"), found, expected, strict=False):
-        actual = np.asarray(actual)
-        low, high = ((exact + sign * 1e-6 * magnitude).astype(actual.dtype) for sign in (-1, 1))
-        actual = actual.reshape(exact.shape)
-        bad = ~((actual >= low) & (actual <= high))
-        error = abs(np.float64(actual) - exact) / np.where(magnitude, magnitude, 1)
-        assert not bad.any(), f"{name} is off by up to {error[bad].max():.1e} of what it sums"
-
-
 # Each recipe, and each shape for one kind of block at least.
 SAMPLE = [(BOTH[0], "matrices"), (BOTH[0], "heads"), (RECIPES[1], "tokens"), (RECIPES[2], "batch")]
 SAMPLE += [(BOTH[1], case) for case in ("matrices", "odd")] + [(RECIPES[4], case) for case in ("heads", "batch")]
@@ -116,7 +89,7 @@ def test_products_of_the_blocks_are_exact(recipe, case):
     for actual, shape in zip(found, (g.shape, x.shape, w.shape), strict=True):
         assert actual.shape == shape and actual.dtype == jnp.float32
     g_axes = (x_axes[0], x_axes[1], w_axes[2])
-    assert_products(found, oracle(recipe, x.reshape(x_axes), w.reshape(w_axes), g.reshape(g_axes)))
+    assert_products(found, products(recipe, x.reshape(x_axes), w.reshape(w_axes), g.reshape(g_axes)))
 
 
 def cases_of(*cases):
@@ -138,7 +111,7 @@ def test_result_has_the_activations_dtype_and_dw_the_weights(recipe, dtype):
     f = functools.partial(fp8.dot_general, dimension_numbers=MATMUL, recipe=recipe)
     y, dx, dw = jax.jit(functools.partial(gradients, f))(x, w, g)
     assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, jnp.float32)
-    assert_products((y, dx, dw), oracle(recipe, x[None], w[None], g[None]))
+    assert_products((y, dx, dw), products(recipe, x[None], w[None], g[None]))
     assert jax.eval_shape(functools.partial(f, preferred_element_type=jnp.float32), x, w).dtype == jnp.float32
 
 
@@ -252,7 +225,7 @@ def test_extremes_stay_finite(recipe, largest):
 def test_vmap_scan_and_remat_change_nothing(recipe):
     x, w, g = normal(1, 3, 32, 48), normal(2, 3, 48, 16), normal(3, 3, 32, 16)
     f = functools.partial(gradients, product(recipe))
-    expected = oracle(recipe, x, w, g)
+    expected = products(recipe, x, w, g)
     assert_products(jax.jit(jax.vmap(f))(x, w, g), expected)
     assert_products(jax.jit(lambda *ts: jax.lax.scan(lambda c, t: (c, f(*t)), None, ts)[1])(x, w, g), expected)
     shared = jax.jit(jax.vmap(jax.checkpoint(product(recipe)), in_axes=(0, None)))
@@ -274,7 +247,7 @@ def test_shard_map(recipe, check_vma):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     specs = (P("data"), P(), P("data"))
     spread = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma)
-    assert_products(jax.jit(spread)(x, w, g), oracle(recipe, x, np.stack([w] * 8), g))
+    assert_products(jax.jit(spread)(x, w, g), products(recipe, x, np.stack([w] * 8), g))
 
 
 @pytest.mark.thorough(0)
@@ -288,7 +261,7 @@ def test_explicit_mesh(recipe):
         y, dx, dw = jax.jit(f)(*(jax.reshard(t, spec) for t, spec in zip((x, w, g), specs, strict=True)))
     assert (y.sharding.spec, dw.sharding.spec) == (P("data", None, "model"), P(None, "model"))
     assert (y.shape, dx.shape, dw.shape) == (g.shape, x.shape, w.shape)
-    assert_products((y, dx, dw), oracle(recipe, x.reshape(1, 64, 64), w[None], g.reshape(1, 64, 32)))
+    assert_products((y, dx, dw), products(recipe, x.reshape(1, 64, 64), w[None], g.reshape(1, 64, 32)))
 
 
 # hardware
@@ -367,7 +340,7 @@ def test_hardware_path_is_the_same_product(fp8_format, monkeypatch):
     x, w, g = normal(1, 3, 20, 64), normal(2, 3, 64, 90), normal(3, 3, 20, 90)  # short blocks along M and N
     run = functools.partial(gradients, product(recipe, (((2,), (1,)), ((0,), (0,)))))
     in_blocks = jax.jit(run)
-    expected = oracle(recipe, x, w, g)
+    expected = products(recipe, x, w, g)
     assert_products(in_blocks(x, w, g), expected)
     if fp8_format == "HYBRID":
         assert_products([t[0] for t in jax.jit(jax.vmap(run))(x[None], w[None], g[None])], expected)

@@ -116,9 +116,9 @@ FUNCTIONS = {"linen": "jaxmp.fp8.autocast", "nnx": "jaxmp.nnx.to_fp8", "function
         (
             ("embed", "head"),
             None,
-            r"none does \(((embed: the first|head: the last) operation with weights(; )?){2}\)",
+            r"it chose none \(((embed: the first|head: the last) operation with weights(; )?){2}\)",
         ),
-        (NAMES, lambda path, layer: False, r"none does \((\w+: filter(; )?){4}\)"),
+        (NAMES, lambda path, layer: False, r"it chose none \((\w+: filter(; )?){4}\)"),
         (NAMES, ("*upp", "down"), r"\(filter=\): the pattern '\*upp' fits no layer. Close to it: 'up'"),
     ],
     ids=["ends", "function", "idle"],

@@ -653,9 +653,9 @@ def test_a_filter_that_matches_nothing_is_warned_of():
     model = nnx.Sequential(nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(0)), nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(1)))
     with pytest.warns(UserWarning, match=r"to_fp8\(filter=\): the pattern '\*x' fits no layer. Paths here: 'layers/0'"):
         assert jaxmp.nnx.to_fp8(model, filter=("*x",)) == []
-    with pytest.warns(UserWarning, match=r"to_fp8 runs .* none does \(layers/0: filter; layers/1: filter\)"):
+    with pytest.warns(UserWarning, match=r"to_fp8 runs .* it chose none \(layers/0: filter; layers/1: filter\)"):
         assert jaxmp.nnx.to_fp8(model, filter=lambda path, layer: False) == []
-    with pytest.warns(UserWarning, match=r"none does \(layers/0: the first .*; layers/1: the last "):
+    with pytest.warns(UserWarning, match=r"it chose none \(layers/0: the first .*; layers/1: the last "):
         assert jaxmp.nnx.to_fp8(model) == []
 
 
@@ -665,9 +665,7 @@ def test_a_second_to_fp8_with_another_recipe_is_warned_of():
     assert jaxmp.nnx.to_fp8(model, RECIPE, filter=("layers/1",)) == ["layers/1"]
     assert jaxmp.nnx.to_fp8(model, RECIPE, filter=("layers/1",)) == []  # as it is
     other = jaxmp.fp8.CurrentScaling()
-    with pytest.warns(
-        UserWarning, match=r"no layer was turned to fp8: 'layers/1' runs already in fp8 .*DelayedScaling\("
-    ):
+    with pytest.warns(UserWarning, match=r"layers/1: it runs in fp8 by DelayedScaling\(.*which stays; make"):
         assert jaxmp.nnx.to_fp8(model, other, filter=("layers/1",)) == []
     assert jaxmp.nnx.to_fp8(model, other) == ["layers/2"]  # the rest
     assert (layers[1].dot_general.recipe, layers[2].dot_general.recipe) == (RECIPE, other)
@@ -912,7 +910,7 @@ def test_other_convolutions_stay_as_they_are(kwargs):
     kwargs = {"kernel_size": (1, 1), **kwargs}
     images = X.reshape(2, 4, 4, SIDE)
     layer = nn.Conv(10, **kwargs)
-    with pytest.warns(UserWarning, match="none does .*: it is no matmul"), autocast(RECIPE, filter=all_true):
+    with pytest.warns(UserWarning, match="it chose none .*: it is no matmul"), autocast(RECIPE, filter=all_true):
         assert sorted(init(layer, images)) == ["bias", "kernel"]
     assert jaxmp.nnx.to_fp8(
         nnx.Dict(a=nnx.Conv(SIDE, 10, **kwargs, rngs=nnx.Rngs(0)), b=nnx.Linear(4, 4, rngs=nnx.Rngs(0))),

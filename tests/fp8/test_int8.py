@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from fp8_oracle import assert_products, int8_rows, products as fp8_products
 from helpers import assert_within_ulps
 from jaxmp import fp8
 
@@ -19,25 +20,12 @@ def _normal(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-def _rows_in_int8(x, axis):
-    """NumPy's float32: (q, scale_inv)."""
-    amax = np.abs(x).max(axis=axis, keepdims=True)
-    scale = np.where(amax > 0, np.float32(127) / np.where(amax > 0, amax, 1), np.float32(1)).astype(np.float32)
-    return np.clip(np.round(x * scale), -127, 127).astype(np.int64), (np.float32(1) / scale).astype(np.float32)
-
-
-def _product(x, w):
-    """x [M, K] by w [K, N], both in int8 by rows of K; float64."""
-    (q, s), (p, t) = _rows_in_int8(x, 1), _rows_in_int8(w, 0)
-    return (q @ p) * (s.astype(np.float64) * t)
-
-
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_row_is_cast_as_numpy_casts_it(axis):
     x = _normal(37, 21) * np.logspace(-30, 30, 37, dtype=np.float32)[:, None]
     x[3], x[:, 2] = 0.0, 0.0
     q, scale_inv = jax.jit(lambda x: fp8.Int8().quantize(x, axis=axis))(x if axis else x.T)
-    expected, expected_scale = _rows_in_int8(x if axis else x.T, axis)
+    expected, expected_scale = int8_rows(x if axis else x.T, axis)
     assert q.dtype == jnp.int8 and scale_inv.dtype == jnp.float32
     np.testing.assert_array_equal(q, expected)
     assert_within_ulps(scale_inv, expected_scale, 1)
@@ -61,8 +49,7 @@ def test_the_three_products_are_those_of_integers():
         return y, *back(g)
 
     y, dx, dw = products(x, w, g)
-    for found, exact in ((y, _product(x, w)), (dx, _product(g, w.T)), (dw, _product(x.T, g))):
-        np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-30)
+    assert_products((y, dx, dw), fp8_products(fp8.Int8(), x[None], w[None], g[None]))
 
 
 def _dots(recipe, **kwargs):
@@ -170,5 +157,5 @@ def test_it_goes_through_transformations(around):
 
     y, dx = products(xs, w)
     for i in range(3):
-        np.testing.assert_allclose(y[i], _product(np.asarray(xs[i]), np.asarray(w)), rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(dx[i], _product(np.asarray(y[i]), np.asarray(w).T), rtol=1e-5, atol=1e-4)
+        expected = fp8_products(fp8.Int8(), *(np.asarray(t)[None] for t in (xs[i], w, y[i])))
+        assert_products((y[i], dx[i]), expected)

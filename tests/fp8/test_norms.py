@@ -212,7 +212,7 @@ def test_in_nnx(norm):
         return grad_fn(nnx.merge(graph, state), x, opt_state=TX.init(state))
 
     assert [reads[0] for reads in kernels(run, state, X)] == (["64x64xbf16"] if HAS_KERNELS else [])
-    with pytest.warns(UserWarning, match="got a model in which none does"):
+    with pytest.warns(UserWarning, match="in this model it chose none"):
         jaxmp.nnx.to_fp8(plain, RECIPE, filter=lambda path, layer: False)
     assert type(plain.norm) is norm
 

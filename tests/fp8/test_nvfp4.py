@@ -5,15 +5,16 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
-from test_block_matmul import MATMUL, assert_products, gradients, normal, product, scaled_matmul
+from test_block_matmul import MATMUL, gradients, normal, product, scaled_matmul
 
+import block_oracle
 import jaxmp
+from fp8_oracle import assert_products, nvfp4_rewritten, nvfp4_values, products
 from helpers import assert_exact, assert_moved, assert_same_program
 from jaxmp import fp8
 from jaxmp._src.base import hardware
@@ -48,39 +49,10 @@ def test_bytes_of_transformer_engine(case):
     np.testing.assert_array_equal(np.repeat(np.asarray(scale_inv).view(np.uint8), rows, axis=0), ARRAYS[f"n{i}_s"])
 
 
-def rewritten(x, axis):
-    """(q, scale_inv, tensor_scale_inv) of finite x by the equations, in NumPy, blocked along the axes `axis`."""
-    x = np.asarray(x, np.float32)
-    largest = np.finfo(np.float32).max
-    amax, padded = abs(x), [-(-n // 16) * 16 if i in axis else n for i, n in enumerate(x.shape)]
-    amax = np.pad(amax, [(0, m - n) for m, n in zip(padded, x.shape, strict=True)])
-    for i in axis:
-        amax = np.maximum.reduceat(amax, np.arange(0, padded[i], 16), axis=i)
-    with np.errstate(divide="ignore", over="ignore"):
-        scale = min(np.float32(2688) / x.__abs__().max(), largest) if x.any() else np.float32(1)
-        inverse = np.float32(1) / scale
-        factor = np.minimum(amax / np.float32(6) * scale, np.float32(448)).astype(ml_dtypes.float8_e4m3fn)
-        per_block = np.minimum(np.float32(1) / (factor.astype(np.float32) * inverse), largest)
-    q = np.clip(x * spread(per_block, x.shape, axis), -6, 6).astype(ml_dtypes.float4_e2m1fn)
-    return q, factor, inverse
-
-
-def spread(blocks, shape, axis):
-    for i in axis:
-        blocks = np.repeat(blocks, 16, axis=i).take(np.arange(shape[i]), axis=i)
-    return blocks
-
-
-def values(x, axis):
-    """x through NVFP4, in float64."""
-    q, factor, inverse = rewritten(x, axis)
-    return q.astype(np.float64) * spread(factor.astype(np.float64), x.shape, axis) * np.float64(inverse)
-
-
 def saturated(x, axis):
     """x, limited to six times the factor of its block."""
-    _, factor, inverse = rewritten(x, axis)
-    limit = 6 * spread(factor.astype(np.float64), x.shape, axis) * np.float64(inverse)
+    _, factor, inverse = nvfp4_rewritten(x, axis)
+    limit = 6 * block_oracle.spread(factor.astype(np.float64), x.shape, axis, 16) * np.float64(inverse)
     return np.clip(x, -limit, limit)
 
 
@@ -90,7 +62,7 @@ def test_casts_equal_a_rewrite(size):
     x = (np.random.default_rng(0).standard_cauchy((3, 40, 56)) * size).astype(np.float32)
     for axis in ((2,), (1,), (1, 2)):
         found = quantize(NVFP4(), x, axis)
-        for actual, expected in zip(found, rewritten(x, axis), strict=True):
+        for actual, expected in zip(found, nvfp4_rewritten(x, axis), strict=True):
             assert_exact(actual, expected)  # products and quotients, each rounded once; nothing is added
 
 
@@ -139,27 +111,16 @@ def test_hadamard_is_orthogonal():
 # products
 
 
-def oracle(recipe, x, w, g):
-    mix = (lambda t: np.asarray(nvfp4.hadamard(t))) if recipe.hadamard else (lambda t: t)
-    w_along_k, w_along_n = [values(w, (1, 2))] * 2 if recipe.square_weights else [values(w, (1,)), values(w, (2,))]
-    sums = [
-        ("bmk,bkn->bmn", values(x, (2,)), w_along_k),
-        ("bmn,bkn->bmk", values(g, (2,)), w_along_n),
-        ("bmk,bmn->bkn", values(mix(x), (1,)), values(mix(g), (1,))),
-    ]
-    return [(np.einsum(s, a, b, optimize=True), np.einsum(s, abs(a), abs(b), optimize=True)) for s, a, b in sums]
-
-
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("recipe", [NEAREST, PLAIN, NVFP4(stochastic_rounding=False, square_weights=False)], ids=str)
 def test_products_of_the_blocks_are_exact(recipe):
     x, w, g = normal(1, 2, 48, 80), normal(2, 2, 80, 32), normal(3, 2, 48, 32)
     f = functools.partial(gradients, product(recipe, (((2,), (1,)), ((0,), (0,)))))
-    expected = oracle(recipe, x, w, g)
+    expected = products(recipe, x, w, g)
     assert_products(jax.jit(f)(x, w, g), expected)
     if recipe == PLAIN:
         # Under vmap each member has its own tensor scale.
-        members = [oracle(recipe, *(t[i : i + 1] for t in (x, w, g))) for i in range(2)]
+        members = [products(recipe, *(t[i : i + 1] for t in (x, w, g))) for i in range(2)]
         each = functools.partial(gradients, product(recipe))
         found = jax.jit(jax.vmap(each))(x, w, g)
         for i, member in enumerate(members):
@@ -172,7 +133,7 @@ def test_blackwells_path_is_the_same_product(monkeypatch):
     monkeypatch.setattr(hardware, "on_block_scaled_hardware", lambda in_blocks, otherwise: in_blocks)
     x, w, g = normal(1, 1, 48, 80), normal(2, 1, 80, 32), normal(3, 1, 48, 32)
     f = jax.jit(functools.partial(gradients, product(NEAREST, (((2,), (1,)), ((0,), (0,))))))
-    assert_products(f(x, w, g), oracle(NEAREST, x, w, g))
+    assert_products(f(x, w, g), products(NEAREST, x, w, g))
 
 
 RANDOM = NVFP4()
@@ -193,7 +154,7 @@ def test_gradients_rounded_at_random_have_the_mean_of_the_gradients_before():
     y, dx, dw = map(np.asarray, jax.jit(jax.vmap(run))(jax.random.split(jax.random.key(0), 256)))
     assert_moved(y, np.broadcast_to(y[0], y.shape))  # no key goes into it, so vmap computes one
     assert not (dx == dx[0]).all() and not (dw == dw[0]).all()
-    x_rounded, w_rounded = values(x, (0,)), values(w, (0, 1))
+    x_rounded, w_rounded = nvfp4_values(x, (0,)), nvfp4_values(w, (0, 1))
     # A factor that e4m3 rounded down saturates the largest elements of its block.
     for draws, exact in ((dx, saturated(g, (1,)) @ w_rounded.T), (dw, x_rounded.T @ saturated(g, (0,)))):
         error = abs(draws.mean(0) - exact)

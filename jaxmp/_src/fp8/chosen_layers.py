@@ -14,11 +14,34 @@ from typing import Any, TypeVar
 from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.fp8.kept_layers import KeptLayers
 from jaxmp._src.fp8.scheme import Recipe
 
 Filter = Callable[[str, Any], bool] | Sequence[str] | None
 Layer = TypeVar("Layer", bound=Hashable)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptLayers:
+    """Says whether a policy keeps a layer in float32 (`keep_fp32`), so that neither autocast casts it nor fp8 takes it.
+
+    It does if patterns name all params of the layer itself. Scales of fp8 do not count.
+
+    Attributes:
+      patterns: of paths of params (`tree_paths`).
+    """
+
+    patterns: tuple[str, ...]
+
+    def __call__(self, path: str, params: Iterable[str]) -> bool:
+        """Whether the module at `path` with these params, named from there on, is kept; one without params is not."""
+        has_params = False
+        for name in params:  # up to the first that no pattern names: a large model has many
+            if scale_leaves.is_scale(name):
+                continue
+            if not tree_paths.matches(f"{path}/{name}" if path else name, self.patterns):
+                return False
+            has_params = True
+        return has_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +125,7 @@ class Rule:
         warn(
             "no-layer-in-fp8",
             f"{self.function} runs matmuls with weights in fp8, between the first and the last operation with weights "
-            f"or by filter=; got a model in which none does ({shown}).{advice}{see}",
+            f"or by filter=; in this model it chose none ({shown}).{advice}{see}",
         )
 
 

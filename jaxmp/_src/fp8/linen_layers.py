@@ -18,7 +18,6 @@ from jaxmp._src.fp8 import (
     chosen_layers,
     convolutions,
     einsum,
-    kept_layers,
     layers,
     matmul,
     norms,
@@ -455,22 +454,13 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: chosen_layers.
       ['layers_2']
     """
     rule = chosen_layers.Rule("jaxmp.fp8.autocast", DelayedScaling() if recipe is None else recipe, filter)
-    with _region(rule, enabled=enabled, idle_only=False):
+    with region(rule, enabled=enabled, idle_only=False):
         yield
 
 
-def of_policy(
-    recipe: Any, *, enabled: bool, filter: chosen_layers.Filter, kept: kept_layers.KeptLayers | None
-) -> contextlib.AbstractContextManager[None]:
-    """`autocast` with a policy's recipe, in which the layers that it keeps in float32 are not in fp8.
-
-    `value_and_grad` warns if the loss of a policy multiplies nothing in fp8.
-    """
-    return _region(chosen_layers.Rule("jaxmp.autocast", recipe, filter, kept), enabled=enabled, idle_only=True)
-
-
 @contextlib.contextmanager
-def _region(rule: chosen_layers.Rule, *, enabled: bool, idle_only: bool) -> Iterator[None]:
+def region(rule: chosen_layers.Rule, *, enabled: bool, idle_only: bool) -> Iterator[None]:
+    """`autocast` by a rule; `idle_only`: something else says that no layer runs in fp8."""
     interceptor = _Interceptor(rule)
     with (
         module_paths.fp8_region(enabled) if ambient.AUTOCAST.value[1] else contextlib.nullcontext(),

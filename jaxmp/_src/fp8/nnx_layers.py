@@ -11,7 +11,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxmp._src.base import by_identity
-from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import call_order, chosen_layers, convolutions, einsum, layers as layers_lib, matmul, norms, recipes
 
 _DEFAULT = recipes.DelayedScaling()
@@ -263,7 +262,7 @@ def to_fp8(
 
     Warns:
       FallbackWarning: an Einsum that is no single GEMM; a subclass that does not use what flax's class multiplies by.
-      UserWarning: patterns that fit no layer; no layer was turned to fp8, also because they have another recipe.
+      UserWarning: patterns that fit no layer; no layer that runs in fp8, or only some with another recipe, which stays.
 
     Example:
       >>> model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(3)))
@@ -274,18 +273,20 @@ def to_fp8(
     modules = _modules_in_order(model)
     ends = _ends_of(model, modules) if filter is None else {}
     found: list[tuple[str, str | None, bool]] = []
-    converted, running = [], {}
+    converted, refused = [], False
     for path, layer in modules:
         kind = _kind_of(layer)
         why_not = "it is no matmul" if kind is None else rule.why_not(path, layer, ends)
         own = _recipe_of(layer)
-        if why_not is None and own is not None:
-            running[path] = own
+        if own is not None:
+            is_other = why_not is None and own != rule.recipe_at(path)
+            why_not = f"it runs in fp8 by {own!r}" + ", which stays; make the model again to change it" * is_other
+            refused |= is_other
         elif why_not is None and not _is_plain(layer):
             why_not = "it has a product of its own"
         if isinstance(layer, _WITH_WEIGHTS):
             found.append((path, why_not, kind is not None))
-        if kind is None or why_not is not None or own is not None:
+        if kind is None or why_not is not None:
             continue
         if reason := _why_not(layer, kind):
             matmul.warn_of_layer(path, reason)
@@ -294,21 +295,11 @@ def to_fp8(
         setattr(layer, kind.attribute, nnx.data(product))
         layer.promote_dtype = layers_lib.promotion(layer.promote_dtype, _FLAX_PROMOTES)
         converted.append(path)
-    rule.warn(found, idle_only=any(isinstance(module, Fp8DotGeneral) for _, module in modules) or not found)
+    has_own = any(isinstance(module, Fp8DotGeneral) for _, module in modules)
+    rule.warn(found, idle_only=not found or (has_own and not refused))
     for _, module in modules if converted else ():
         if type(module) in _NORMS:
             object.__setattr__(module, "__class__", _NORMS[type(module)])
-    if not converted:
-        others = {path: own for path, own in running.items() if own != rule.recipe_at(path)}
-        if others:
-            path, own = next(iter(others.items()))
-            more, verb = (f" and {len(others) - 1} more", "run") if len(others) > 1 else ("", "runs")
-            warn(
-                "no-layer-in-fp8",
-                f"no layer was turned to fp8: {path!r}{more} {verb} already in fp8 by the recipe {own!r}, which stays; "
-                f"got {rule.recipe_at(path)!r}. Make the model again and call to_fp8 once, with the "
-                f"recipe or a dict from patterns to recipes.",
-            )
     return converted
 
 

@@ -62,8 +62,32 @@ class AmaxState(NamedTuple):
     amax_history: Float[Array, "len *shape"]
 
 
+class _TensorScaling(Recipe):
+    """What the recipes with one scale for each tensor share."""
+
+    fp8_format: Format
+    power_of_two: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        scale_equations.check_format(self.fp8_format)
+
+    def dtype(self, *, backward: bool = False) -> Any:
+        """The fp8 dtype of activations and weights, or of gradients (`backward`).
+
+        Example:
+          >>> DelayedScaling().dtype(backward=True).__name__
+          'float8_e5m2'
+        """
+        return scale_equations.dtype_of(self.fp8_format, backward=backward)
+
+    def multiply(self, a: gemms.Quantized, b: gemms.Quantized, product: gemms.Product) -> Array:
+        """See `Recipe.multiply`."""
+        return gemms.multiply(a, b, product, power_of_two=self.power_of_two)
+
+
 @dataclasses.dataclass(frozen=True)
-class DelayedScaling(Recipe):
+class DelayedScaling(_TensorScaling):
     """The scale of a step from the amaxes of earlier steps.
 
     One `update(state, amax)` is, elementwise and in float32,
@@ -125,7 +149,6 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        scale_equations.check_format(self.fp8_format)
         if not isinstance(self.margin, numbers.Integral) or abs(self.margin) > _LARGEST_MARGIN:
             raise ValueError(
                 f"margin counts binades: a whole number from -{_LARGEST_MARGIN} to {_LARGEST_MARGIN}; "
@@ -152,15 +175,6 @@ class DelayedScaling(Recipe):
                 f"Leave it out.",
                 UserWarning,
             )
-
-    def dtype(self, *, backward: bool = False) -> Any:
-        """The fp8 dtype of activations and weights, or of gradients (`backward`).
-
-        Example:
-          >>> DelayedScaling().dtype(backward=True).__name__
-          'float8_e5m2'
-        """
-        return scale_equations.dtype_of(self.fp8_format, backward=backward)
 
     def leaves(self) -> dict[str, float]:
         """Names and first values of the scale leaves of a layer.
@@ -202,10 +216,6 @@ class DelayedScaling(Recipe):
             given = {"activation": gemm.activation, "zeros": gemm.lhs_zeros, "made": made}
             q, amax = operands.quantize(gemm, x, leaf, gemm.forward_dtype, rows=rows, **given)
         return Cast({name: q if name == "fprop" else operands.kept(gemm, role, q) for name in products}, amax)
-
-    def multiply(self, a: gemms.Quantized, b: gemms.Quantized, product: gemms.Product) -> Array:
-        """See `Recipe.multiply`."""
-        return gemms.multiply(a, b, product, power_of_two=self.power_of_two)
 
     def init(self, shape: tuple[int, ...] = (), *, backward: bool = False) -> AmaxState:
         """The state before the first step: scale 1, an empty history.
@@ -276,7 +286,7 @@ class DelayedScaling(Recipe):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CurrentScaling(Recipe):
+class CurrentScaling(_TensorScaling):
     """The scale of a tensor from its own amax; no state.
 
         scale = fp8_max / max(amax, amax_epsilon)
@@ -311,17 +321,7 @@ class CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        scale_equations.check_format(self.fp8_format)
         scale_equations.check_epsilon(self.amax_epsilon)
-
-    def dtype(self, *, backward: bool = False) -> Any:
-        """The fp8 dtype of activations and weights, or of gradients (`backward`).
-
-        Example:
-          >>> CurrentScaling(fp8_format="E4M3").dtype(backward=True).__name__
-          'float8_e4m3fn'
-        """
-        return scale_equations.dtype_of(self.fp8_format, backward=backward)
 
     def cast(
         self,
@@ -341,10 +341,6 @@ class CurrentScaling(Recipe):
         dtype = gemm.backward_dtype if backward else gemm.forward_dtype
         q = operands.quantize_by_itself(self, x, dtype, zeros, backward=backward)
         return Cast(dict.fromkeys(products, q))
-
-    def multiply(self, a: gemms.Quantized, b: gemms.Quantized, product: gemms.Product) -> Array:
-        """See `Recipe.multiply`."""
-        return gemms.multiply(a, b, product, power_of_two=self.power_of_two)
 
     def scale(self, amax: Float[Array, "..."], *, backward: bool = False) -> Float[Array, "..."]:
         """The scale for the cast of a tensor.

@@ -2,6 +2,18 @@
 
 A layer gets an array, and cannot see what made it. So what made it tells it to the `Notes` of the loss, for this very
 array at this level of a trace. Nothing here keeps an array alive but the inputs of a norm, as long as its result lives.
+
+An explicit operation for a norm and several kernels would do without, but only in models that are written with it. In a
+plain model the notes save what no other part of the program can: MiB beside the GEMMs, forward and backward, compiled
+for H100, with the note and without it:
+
+    casts            q, k and v, 4096x4096, of one bfloat16 [8192, 4096]                  992    1248
+                     gate and up of a gated MLP, 4096 to 14336, as three layers          3953    4081
+                     a `GatedMLP`, 4096 wide, and a Dense layer of one input             1280    1408
+                     gate and up of 8 experts, 1024x1024                                  552     576
+    converted_from   q, k and v of a float32 input, by policy, without a dtype           1824    2080
+    made             an RMSNorm before a Dense layer, 4096x4096                           738     866
+    casts and made   a transformer block, 2048 wide, on [4, 2048, 2048]                  6630    6886
 """
 
 import dataclasses

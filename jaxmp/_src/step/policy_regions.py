@@ -33,7 +33,7 @@ import numpy as np
 
 from jaxmp._src.autocast import cast_lists, explain, float32_layers, regions, rewrite
 from jaxmp._src.base import ambient
-from jaxmp._src.fp8 import chosen_layers, kept_layers, linen_layers
+from jaxmp._src.fp8 import chosen_layers, linen_layers
 from jaxmp._src.step import fp8_products
 from jaxmp._src.step.policy import Policy, get_policy, is_policy
 
@@ -318,14 +318,15 @@ def _fp8_and_precision(
         if enabled:
             stack.enter_context(policy.default_matmul_precision())
         if fp8 and policy.recipe is not None:
-            kept = _kept_by(policy)["keeps"]
-            stack.enter_context(linen_layers.of_policy(policy.recipe, enabled=enabled, filter=filter, kept=kept))
+            rule = chosen_layers.Rule("jaxmp.autocast", policy.recipe, filter, _kept_by(policy)["keeps"])
+            # `value_and_grad` warns if the loss of a policy multiplies nothing in fp8.
+            stack.enter_context(linen_layers.region(rule, enabled=enabled, idle_only=True))
         yield
 
 
 def _kept_by(policy: Policy) -> dict[str, Any]:
     """What the lists know of a policy: the layers that it keeps in float32, and whether the user said so."""
-    keeps = kept_layers.KeptLayers(policy.keep_fp32) if policy.keep_fp32 else None
+    keeps = chosen_layers.KeptLayers(policy.keep_fp32) if policy.keep_fp32 else None
     return {"keeps": keeps, "tells_of_float32": not policy.says_keep_fp32}
 
 
