@@ -6,6 +6,7 @@ Run it from the root of the project:
     python -m benchmarks h100               all entries of a folder, each in a process of its own
     python -m benchmarks h100 --table       only write the tables, from the stored results
     python -m benchmarks cpu step --tiny    the smallest sizes: writes nothing
+    python -m benchmarks h100 steps         goes on with the rows that this code has not measured
 
 The exit status is 1 if an entry fails or misses a target. Entries:
 """
@@ -58,6 +59,8 @@ def main(arguments: list[str]) -> int:
         """Only write the tables, from the stored results."""
         tiny: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
         """Measure the smallest sizes, print the tables and write nothing: for entries of cpu, recipes and sqnr."""
+        rows: str = "*"
+        """Measure the rows that fit this pattern, such as `GPT*`: for `h100 optimizer` and `h100 steps`."""
 
     known = entries()
     lines = "\n".join(f"    {name:18}{line}" for name, line in known.items())
@@ -68,7 +71,7 @@ def main(arguments: list[str]) -> int:
         print(f"Entries are: {', '.join(known)}; got: {asked or 'none'}", file=sys.stderr)
         return 2
     if chosen == [asked]:
-        return run(load(asked), table=options.table, tiny=options.tiny)
+        return run(load(asked), table=options.table, tiny=options.tiny, rows=options.rows)
     flags = ["--table"] * options.table + ["--tiny"] * options.tiny
     failed = []
     for name in chosen:

@@ -18,7 +18,6 @@ The exit status is 0 if every section ended well and, on a GPU, every target was
 
 import argparse
 import contextlib
-import hashlib
 import os
 import re
 import signal
@@ -36,6 +35,7 @@ from benchmarks.gpu.sections import MACHINE, SECTIONS, WHOLE, Section
 from benchmarks.gpu.worker import DEVICE_LOST, NEXT_PROCESS
 from benchmarks.lib.record import CRASHED, HUNG, KILLED, NO_TIME, PASSED, TEXT, Record, append, run_of
 from benchmarks.lib.tables import RESULTS, ROOT
+from benchmarks.lib.versions import source
 
 FOLDER = RESULTS / "gpu"
 TINY = ROOT / "build" / "gpu"
@@ -154,15 +154,6 @@ def look(
     print(f"{found['device']}: {', '.join(f'{k} {v}' for k, v in found['versions'].items())}")
     print(f"missing packages: {', '.join(found['missing']) or 'none'}", flush=True)
     return found
-
-
-def source() -> str:
-    """A checksum of the code that is measured: results of other code are not mixed with these."""
-    digest = hashlib.sha256()
-    for folder in ("jaxmp", "pallas_kernels", "benchmarks"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def run_sections(

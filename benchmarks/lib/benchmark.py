@@ -2,15 +2,36 @@
 
 Results are a dict of "command", "device", "versions" and lists of rows. A row, or the results themselves, may list the
 targets that they miss under "missed", in words. Results are stored as JSON, and the tables are made from that file.
+
+A benchmark whose rows take long is measured row by row (`Rows`): each row is stored when it is measured, so a run that
+is cut keeps all rows so far. The next run measures the rows that this code with these versions has not measured.
 """
 
+import fnmatch
 import json
+import os
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.lib import tables
+from benchmarks.lib.versions import source
+
+
+class Rows(NamedTuple):
+    """What measures the rows of a benchmark one by one.
+
+    Attributes:
+      about: returns "device" and "versions" of the results.
+      jobs: returns what measures each row, by the row's name, in the order of the table.
+      missed: returns the targets that all rows together miss, in words; some rows may not be there.
+    """
+
+    about: Callable[[], dict[str, Any]]
+    jobs: Callable[[], Mapping[str, Callable[[], dict[str, Any]]]]
+    missed: Callable[[list[dict[str, Any]]], list[str]] = lambda rows: []
 
 
 class Benchmark(NamedTuple):
@@ -19,7 +40,7 @@ class Benchmark(NamedTuple):
     Attributes:
       name: as on the command line, like "h100 fp8".
       file: of the results, in benchmarks/results.
-      measure: returns the results without "command".
+      measure: returns the results without "command"; or what measures them row by row.
       render: makes markdown of the results.
       measure_tiny: like `measure`, in the smallest sizes; None if there are none.
       page: has the markers between which the tables are written.
@@ -27,7 +48,7 @@ class Benchmark(NamedTuple):
 
     name: str
     file: str
-    measure: Callable[[], dict[str, Any]]
+    measure: Callable[[], dict[str, Any]] | Rows
     render: Callable[[dict[str, Any]], str]
     measure_tiny: Callable[[], dict[str, Any]] | None = None
     page: Path = tables.README
@@ -44,11 +65,42 @@ def write_table(benchmark: Benchmark, results: dict[str, Any] | None = None) -> 
     tables.write_between(*tables.markers(benchmark.name), text, benchmark.page)
 
 
-def run(benchmark: Benchmark, *, table: bool = False, tiny: bool = False) -> int:
+def measure_rows(benchmark: Benchmark, rows: Rows, pattern: str = "*") -> dict[str, Any]:
+    """Measures the rows whose names fit `pattern` and that this code has not measured; stores each when it is there.
+
+    A row has its name ("row"), the checksum of the code ("code"), and its versions, if they are not those of the last
+    run. Stored rows that are no longer measured are dropped.
+    """
+    results = json.loads(benchmark.results.read_text()) if benchmark.results.exists() else {"rows": []}
+    jobs, about, code = rows.jobs(), rows.about(), source()
+    found = {row["row"]: {"versions": results["versions"], **row} for row in results["rows"] if row.get("row") in jobs}
+    todo = [name for name in jobs if fnmatch.fnmatchcase(name, pattern)]
+    for name in todo:
+        kept = found.get(name, {})
+        if (kept.get("code"), kept.get("versions")) == (code, about["versions"]):
+            continue
+        print(f"{todo.index(name) + 1} of {len(todo)}: {name}", file=sys.stderr, flush=True)
+        found[name] = {"row": name, "code": code, "versions": about["versions"], **jobs[name]()}
+        results = _stored(benchmark, about, [found[name] for name in jobs if name in found], rows.missed)
+    return results
+
+
+def _stored(benchmark: Benchmark, about: dict[str, Any], found: list[dict[str, Any]], missed: Any) -> dict[str, Any]:
+    """The results with these rows, after they were written to their file at once, or not at all."""
+    kept = [{k: v for k, v in row.items() if (k, v) != ("versions", about["versions"])} for row in found]
+    results = {"command": f"python -m benchmarks {benchmark.name}", **about, "rows": kept, "missed": missed(kept)}
+    part = benchmark.results.with_suffix(".part")
+    part.write_text(json.dumps(results, indent=2) + "\n")
+    os.replace(part, benchmark.results)
+    return results
+
+
+def run(benchmark: Benchmark, *, table: bool = False, tiny: bool = False, rows: str = "*") -> int:
     """Measures, stores the results, and writes and prints the tables.
 
     Args:
       benchmark: the entry.
+      rows: pattern of the rows to measure, for an entry that is measured row by row.
       table: only write the tables, from the stored results.
       tiny: measure the smallest sizes and only print the tables: shows that the benchmark works.
 
@@ -65,9 +117,14 @@ def run(benchmark: Benchmark, *, table: bool = False, tiny: bool = False) -> int
             raise SystemExit(f"{benchmark.name} has no tiny sizes")
         print(benchmark.render(benchmark.measure_tiny()))
         return 0
-    results = {"command": f"python -m benchmarks {benchmark.name}", **benchmark.measure()}
-    benchmark.results.write_text(json.dumps(results, indent=2) + "\n")
+    if isinstance(benchmark.measure, Rows):
+        results = measure_rows(benchmark, benchmark.measure, rows)
+    elif rows != "*":
+        raise SystemExit(f"{benchmark.name} is measured as a whole, without --rows")
+    else:
+        results = {"command": f"python -m benchmarks {benchmark.name}", **benchmark.measure()}
+        benchmark.results.write_text(json.dumps(results, indent=2) + "\n")
     write_table(benchmark, results)
     print(benchmark.render(results), *results.get("missed", ()), sep="\n")
-    rows = [row for part in results.values() if isinstance(part, list) for row in part if isinstance(row, dict)]
-    return 1 if results.get("missed") or any(row.get("missed") for row in rows) else 0
+    found = [row for part in results.values() if isinstance(part, list) for row in part if isinstance(row, dict)]
+    return 1 if results.get("missed") or any(row.get("missed") for row in found) else 0

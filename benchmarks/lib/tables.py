@@ -28,8 +28,14 @@ def write_between(begin: str, end: str, text: str, page: Path) -> None:
 
 def with_versions(tables: str, results: dict[str, Any]) -> str:
     """The tables, and below them the device and the versions that the numbers were measured with."""
-    found = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    return f"{tables}\n\n{results['device']}; {found}."
+    lines = [f"{results['device']}; {_listed(results['versions'])}."]
+    others = [_listed(row["versions"]) for row in results.get("rows", ()) if "versions" in row]
+    lines += [f"{others.count(found)} older rows: {found}." for found in dict.fromkeys(others)]
+    return "\n".join([f"{tables}\n", *lines])
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def holds(row: dict[str, Any], *, has_target: bool = True) -> str:

@@ -1,7 +1,11 @@
-"""Versions of the packages that results depend on; they are stored with the results."""
+"""Versions of the packages that results depend on, and a checksum of the code; they are stored with the results."""
 
+import hashlib
 import importlib.metadata
 import platform
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
 
 CPU = ("jax", "jaxlib", "flax", "optax", "jmp", "jaxmp")
 H100 = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "flax", "optax", "jaxmp")
@@ -26,3 +30,12 @@ def versions(required: tuple[str, ...], *, optional: tuple[str, ...] = ()) -> di
                     "for `python -m benchmarks tpu` install libtpu"
                 ) from e
     return found
+
+
+def source() -> str:
+    """A checksum of the code that is measured: results of other code are not mixed with these."""
+    digest = hashlib.sha256()
+    for folder in ("jaxmp", "pallas_kernels", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -59,6 +59,13 @@ class Program(NamedTuple):
     target: Target | None = None
     tree: Tree = GPT2
     writes_params_only: bool = False  # its kernels have the params as operands, but never read them
+    masters: str = ""  # of the table of masters: what holds the other bits of a param
+    clips: bool = True
+
+    @property
+    def row(self) -> str:
+        """The name of its row."""
+        return f"{self.name}, {self.tree.name}, {self.mode}"
 
 
 def jaxmp_programs() -> Iterator[Program]:
@@ -116,6 +123,42 @@ def fused_programs() -> Iterator[Program]:
 
 def _fused_adamw(**kwargs: Any) -> optax.GradientTransformation:
     return jaxmp.fused_adamw(LEARNING_RATE, max_norm=MAX_NORM, **kwargs)
+
+
+# Of each kind of master: the policy, its options, and the least bytes per param that a step moves and stores. AdamW
+# reads the gradient twice, and reads and writes two float32 moments and all parts of the param. It reads no param that
+# has a float32 master.
+MASTERS = {
+    "float32 params": ("fp32", {}, 32.0, 12.0),
+    "float32 masters": ("bf16", {}, 30.0, 14.0),
+    "16 bits of remainder": ("bf16", {"remainder_bits": 16}, 28.0, 12.0),
+    "8 bits of remainder": ("bf16", {"remainder_bits": 8}, 26.0, 11.0),
+}
+
+
+def programs_by_master() -> Iterator[Program]:
+    """optax's AdamW and `jaxmp.fused_adamw` with each kind of master, with clipping and without."""
+    clipped = optax.chain(jaxmp.clip_by_global_norm(MAX_NORM), optax.adamw(LEARNING_RATE))
+    inner = {
+        ("optax.adamw", False): optax.adamw(LEARNING_RATE),
+        ("optax.adamw", True): clipped,
+        ("jaxmp.fused_adamw", False): jaxmp.fused_adamw(LEARNING_RATE),
+        ("jaxmp.fused_adamw", True): _fused_adamw(),
+    }
+    for masters, (policy, options, moved, stored) in MASTERS.items():
+        for (name, clips), optimizer in inner.items():
+            tx = jaxmp.mixed_precision(optimizer, policy, **options)
+            yield Program(
+                f"{name}, {masters}{', clipping' * clips}",
+                "1 device",
+                applied(tx),
+                tx.init,
+                params_dtype=jnp.float32 if policy == "fp32" else jnp.bfloat16,
+                target=Target(moved + 0.5, 0, stored_bytes_per_param=stored + 0.1),
+                writes_params_only="fused" in name and masters == "float32 masters",
+                masters=masters,
+                clips=clips,
+            )
 
 
 def applied(tx: optax.GradientTransformation) -> Step:

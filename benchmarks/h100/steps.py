@@ -1,0 +1,224 @@
+"""Counts a whole training step of a GPT-like and a Llama-like stack, and its least time by roofline.
+
+The programs of `benchmarks/programs/steps.py` are compiled for H100: forward, backward and optimizer, state donated.
+Nothing is run. Each kernel takes the longer of its bytes and its multiplications, and a launch:
+
+    memory      2.9 TB/s
+    matmuls     650 TFLOP/s in 16 bits, 1150 in fp8: what cuBLASLt reaches at these sizes, below the data sheet
+    attention   650 TFLOP/s: four products of causal halves forward, ten backward (cuDNN's custom calls)
+    a launch    2 us
+
+    GEMMs       calls of cuBLASLt and cuDNN; their workspaces are not counted
+    the rest    all other kernels; each that moves above 2 % of their bytes is named with the layer it comes from
+    temp        memory beside arguments and results
+
+On several devices the step is under `jit`, params and state on all devices, the batch split; collectives are listed,
+and take no time here. Rows are measured one by one, those that answer most first; a second run goes on where the first
+one was cut, and `--rows 'GPT, linen, *'` chooses some.
+
+Targets: jaxmp in bf16 at most 1.02 of by hand; in fp8 with delayed scaling, what is no GEMM moves at most 1.1 of the
+bytes of bf16, and the step is 1.4 (GPT) and 1.48 (Llama) times as fast.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.lib import aot
+from benchmarks.lib.benchmark import Benchmark, Rows
+from benchmarks.lib.tables import markdown
+from benchmarks.lib.versions import H100, versions
+from benchmarks.programs import steps
+from benchmarks.programs.fp8_matmuls import FP8_GEMM, GEMM, OPTIONS
+
+MEMORY = 2.9e12  # bytes a second
+IN_16_BITS, IN_FP8 = 650e12, 1150e12  # multiplications and additions a second
+LAUNCH = 2e-6  # seconds
+ATTENTION = "__cudnn$fmha"
+NAMED = 0.02  # of the bytes of the rest
+MOST_OF_BY_HAND, MOST_OF_REST, FASTER = 1.02, 1.1, {"GPT": 1.4, "Llama": 1.48}
+PARTS = {"norm_1", "norm_2"}.union(*(stack.matrices for stack in steps.STACKS))
+SHOWN = (steps.BY_HAND, "bf16", "fp8 delayed")  # whose kernels the page names
+
+
+# --- counting ---------------------------------------------------------------------------------------------------------
+
+
+def sizes_of(type_text: str) -> list[list[int]]:
+    """The shapes in an HLO type."""
+    return [[int(n) for n in dims.split(",") if n] for dims in re.findall(r"\w+\[([\d,]*)\]", type_text)]
+
+
+def work_of(text: str, result: str, operands: list[str], attributes: str) -> float:
+    """Multiplications and additions of a call `text` with these types; 0 of one that is no GEMM."""
+    if text.startswith(GEMM):
+        summed = re.search(r'"lhs_contracting_dimensions":\[([\d",]*)\]', attributes)
+        axes = [int(i) for i in re.findall(r"\d+", summed.group(1))] if summed else []
+        return 2.0 * math.prod(sizes_of(result)[0]) * math.prod(sizes_of(operands[0])[0][axis] for axis in axes)
+    if text.startswith(ATTENTION):  # q [B, T, H, D], k [B, S, H, D]
+        b, t, h, d = sizes_of(operands[0])[0]
+        products = 5 if "Backward" in text else 2
+        return products * 2.0 * b * t * sizes_of(operands[1])[0][1] * h * d / 2
+    return 0.0
+
+
+def workspace_of(result: str) -> int:
+    """Bytes of a call's result that are its scratch: the last of a tuple, in bytes without a meaning."""
+    last = re.search(r", ([su]8\[\d+\])[^,]*\)$", result)
+    return aot.nbytes(last.group(1)) if last else 0
+
+
+def layer_of(op_name: str) -> str:
+    """The layer and its part that an operation comes from, such as `layer_0/qkv, backward`, or the optimizer."""
+    if f"/{steps.OPTIMIZER}" in op_name:
+        return steps.OPTIMIZER
+    words = re.findall(r"\w+", op_name) or ["?"]
+    layer = next((word for word in words if word.startswith("layer_")), "")
+    inside = words[words.index(layer) + 1 :] if layer else []
+    part = next((word for word in inside if word in PARTS), words[-1])
+    when = ", recomputed" if "rematted_computation" in words else ", backward" if "transpose" in words[:-1] else ""
+    return f"{layer}/{part}{when}" if layer else f"{part}{when}"
+
+
+def counts(compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """Kernels, bytes and least milliseconds of a program, and the kernels that move most beside the GEMMs."""
+    types, texts, works, scratch = {}, {}, {}, {}
+    for lines in aot.computations(compiled).values():
+        for name, type_text, _, operands, attributes in aot.parse(lines):
+            types[name] = type_text
+            called = re.search(r'custom_call_target="([^"]+)"', attributes)
+            given = [types.get(operand, "") for operand in operands]
+            works[name] = work_of(called.group(1), type_text, given, attributes) if called else 0.0
+            scratch[name] = workspace_of(type_text) if works[name] else 0
+            op_name = re.search(r'op_name="([^"]+)"', attributes)
+            texts[name] = op_name.group(1) if op_name else ""
+    report = aot.report(compiled, every_turn=True)
+    runs = [i for i in aot.instructions(compiled, every_turn=True) if not i.op.startswith("all-")]
+    moved = {id(i): i.bytes_read + i.bytes_written - scratch[i.name] for i in runs}
+    gemms = [i for i in runs if works[i.name]]
+    rest = [i for i in runs if not works[i.name]]
+    gemm_s = [max(works[i.name] / (IN_FP8 if i.kind == FP8_GEMM else IN_16_BITS), moved[id(i)] / MEMORY) for i in gemms]
+    rest_bytes = sum(moved[id(i)] for i in rest)
+    launches = report["kernels"]
+    parts = {"gemm_ms": sum(gemm_s), "rest_ms": rest_bytes / MEMORY, "launch_ms": launches * LAUNCH}
+    largest = sorted(rest, key=lambda i: -moved[id(i)])
+    return {
+        "kernels": launches,
+        "gemms": len(gemms),
+        "fp8_gemms": sum(i.kind == FP8_GEMM for i in gemms),
+        "gemm_tflop": round(sum(works[i.name] for i in gemms) / 1e12, 3),
+        "gemm_mib": round(sum(moved[id(i)] for i in gemms) / 2**20, 1),
+        "rest_mib": round(rest_bytes / 2**20, 1),
+        "temp_mib": round(report["temp_bytes"] / 2**20, 1),
+        "ms": round(1e3 * sum(parts.values()), 3),
+        **{name: round(1e3 * seconds, 3) for name, seconds in parts.items()},
+        "collectives": report["collectives"],
+        "largest": [
+            {"kernel": i.name.lstrip("%"), "layer": layer_of(texts[i.name]), "mib": round(moved[id(i)] / 2**20, 1)}
+            for i in largest
+            if moved[id(i)] > NAMED * rest_bytes
+        ],
+    }
+
+
+def without_a_device() -> None:
+    """Lets jax trace cuDNN's attention where it finds no GPU whose version it could ask for."""
+    names = jax.nn.dot_product_attention.__globals__["cudnn_dot_product_attention"].__globals__
+    names |= {"check_cudnn_version": lambda: 91000, "check_compute_capability": lambda capability: True}
+
+
+def measure(step: steps.Step) -> dict[str, Any]:
+    """The row of one step."""
+    without_a_device()
+    m, program = aot.mesh(step.devices), steps.program(step)
+    x = aot.abstract(m, steps.example(step), lambda x: P("data") if step.devices > 1 else P())
+    state = aot.abstract(m, jax.eval_shape(program.init))
+    outputs = jax.tree.map(lambda x: x.sharding, state), None
+    compiled = aot.compile_for(program.run, state, x, donate_argnums=0, out_shardings=outputs, compiler_options=OPTIONS)
+    row = {
+        "stack": step.stack.kind,
+        "width": step.stack.width,
+        "framework": step.framework,
+        "precision": step.precision,
+        "remat": step.remat,
+        "devices": step.devices,
+        **counts(compiled),
+    }
+    jax.clear_caches()  # so that no program reuses another one's traces
+    return row
+
+
+# --- out --------------------------------------------------------------------------------------------------------------
+
+
+def beside(rows: list[dict[str, Any]], row: dict[str, Any], precision: str) -> dict[str, Any] | None:
+    """The row of the same step in another precision."""
+    same = ("stack", "framework", "remat", "devices")
+    found = [r for r in rows if r["precision"] == precision and all(r[key] == row[key] for key in same)]
+    return found[0] if found else None
+
+
+def missed(rows: list[dict[str, Any]]) -> list[str]:
+    """The targets that rows miss, in words, where the rows to compare with are there."""
+    out = []
+    for row in rows:
+        hand, bf16 = beside(rows, row, steps.BY_HAND), beside(rows, row, "bf16")
+        if row["precision"] == "bf16" and hand and row["ms"] > MOST_OF_BY_HAND * hand["ms"]:
+            out.append(f"{row['row']}: {row['ms'] / hand['ms']:.3f} of by hand, over {MOST_OF_BY_HAND}")
+        if row["precision"] == "fp8 delayed" and bf16:
+            beside_gemms, faster = row["rest_mib"] / bf16["rest_mib"], bf16["ms"] / row["ms"]
+            if beside_gemms > MOST_OF_REST:
+                out.append(f"{row['row']}: {beside_gemms:.2f} of the bytes beside GEMMs in bf16, over {MOST_OF_REST}")
+            if faster < FASTER[row["stack"]]:
+                out.append(f"{row['row']}: {faster:.2f} times as fast as bf16, below {FASTER[row['stack']]}")
+    return out
+
+
+def render(results: dict[str, Any]) -> str:
+    """The steps, then the kernels that move most beside the GEMMs."""
+    rows = results["rows"]
+    head = ["step", "kernels", "GEMMs", "of them fp8", "GEMMs MiB", "GEMMs ms", "rest MiB", "rest ms", "temp MiB", "ms"]
+    cells = [[*head, "bf16 / this"]]
+    for row in rows:
+        bf16 = beside(rows, row, "bf16")
+        cells.append(
+            [
+                row["row"],
+                *(str(row[key]) for key in ("kernels", "gemms", "fp8_gemms")),
+                f"{row['gemm_mib']:.0f}",
+                f"{row['gemm_ms']:.2f}",
+                f"{row['rest_mib']:.0f}",
+                f"{row['rest_ms']:.2f}",
+                f"{row['temp_mib']:.0f}",
+                f"{row['ms']:.2f}",
+                f"{bf16['ms'] / row['ms']:.2f}" if bf16 else "",
+            ]
+        )
+    kernels = [["step", "layer", "kernels", "MiB", "of the rest"]]
+    for row in rows:
+        if (row["framework"], row["remat"], row["devices"]) == ("linen", False, 1) and row["precision"] in SHOWN:
+            layers: dict[str, list[float]] = {}
+            for kernel in row["largest"]:
+                layers.setdefault(kernel["layer"], []).append(kernel["mib"])
+            for layer, mib in sorted(layers.items(), key=lambda item: -sum(item[1])):
+                share = f"{100 * sum(mib) / row['rest_mib']:.0f} %"
+                kernels.append([row["row"], layer, str(len(mib)), f"{sum(mib):.0f}", share])
+    return "\n\n".join(markdown(part) for part in (cells, kernels))
+
+
+def jobs() -> dict[str, Callable[[], dict[str, Any]]]:
+    """What measures each row."""
+    return {step.row: functools.partial(measure, step) for step in steps.steps()}
+
+
+def about() -> dict[str, Any]:
+    """Where the rows are from."""
+    return {"device": "H100 (compiled, not run)", "versions": versions(H100)}
+
+
+BENCHMARK = Benchmark("h100 steps", "h100_steps.json", Rows(about, jobs, missed), render)
