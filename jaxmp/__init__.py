@@ -20,11 +20,8 @@ from jaxmp._src.porting.mmcv import auto_fp16 as auto_fp16
 from jaxmp._src.porting.mmcv import force_fp32 as force_fp32
 from jaxmp._src.numerics.scale_gradient import scale_gradient as scale_gradient
 from jaxmp._src.devices.shardings import sharding_of as sharding_of
-from jaxmp._src.numerics.softmax import log_softmax as log_softmax
-from jaxmp._src.numerics.softmax import logsumexp as logsumexp
 from jaxmp._src.numerics.softmax import softmax as softmax
 from jaxmp._src.numerics.softmax import softmax_cross_entropy as softmax_cross_entropy
-from jaxmp._src.precision_search.suggest import Thresholds as Thresholds
 from jaxmp._src.precision_search.suggest import suggest_policy as suggest_policy
 from jaxmp._src.transforms.clip import clip_by_global_norm as clip_by_global_norm
 from jaxmp._src.transforms.clip import count_zeros as count_zeros
@@ -47,11 +44,7 @@ from jaxmp._src.step.policy import weight_decay_mask as weight_decay_mask
 from jaxmp._src.guard.check_optimizer import check_optimizer as check_optimizer
 from jaxmp._src.distributed.reduce import reduce_gradients as reduce_gradients
 from jaxmp._src.loss_scale.dynamic import DynamicLossScale as DynamicLossScale
-from jaxmp._src.loss_scale.static import NoOpLossScale as NoOpLossScale
-from jaxmp._src.loss_scale.static import StaticLossScale as StaticLossScale
 from jaxmp._src.guard.transform import shared_loss_scale as shared_loss_scale
-from jaxmp._src.step.state import LossScaleState as LossScaleState
-from jaxmp._src.step.state import StepState as StepState
 from jaxmp._src.guard.scale_reads import get_loss_scale as get_loss_scale
 from jaxmp._src.guard.state_readers import get_master_params as get_master_params
 from jaxmp._src.guard.state_readers import get_metrics as get_metrics

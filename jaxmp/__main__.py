@@ -4,7 +4,7 @@ python -m jaxmp              this list; --version prints the version
 python -m jaxmp doctor       versions, devices, which backend runs each operation and why, and what to do next
 python -m jaxmp formats      fp32, tf32, bf16, fp16, e4m3, e5m2 and e2m1 in numbers; fp8 and fp4 recipes as measured
 python -m jaxmp memory 124M              bytes of so many parameters under each recipe, with Adam
-python -m jaxmp memory module:function   the jaxmp.memory.Plan that your function returns, or several by name
+python -m jaxmp memory module:function   the plan of jaxmp.memory that your function returns, or several by name
 python -m jaxmp checkpoint runs/a        the steps, leaves, dtypes and sizes of a checkpoint, and whether each is what
                                          was saved: exits with 0 if all is whole, 1 if not, 2 if there is none
 python -m jaxmp replay captures module:loss_fn     runs a step of jaxmp.monitor.capture again, alone: exits with 0 if
@@ -53,8 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="?",
         type=_plans_of,
         default="1e9",
-        help="a number of parameters (124M, 1.5e9), or module:function that returns a jaxmp.memory.Plan, or a dict of "
-        "them",
+        help="a number of parameters (124M, 1.5e9), or module:function that returns a plan, or a dict of them",
     )
     command = commands.add_parser("checkpoint", help="what a checkpoint holds, and whether it is what was saved")
     command.add_argument("directory", help="a directory of steps, or the folder of one step")
@@ -106,13 +105,13 @@ def _plans_of(what: str) -> dict[str, plan.Plan]:
         raise
     except Exception as e:  # a function of the user's, which may raise anything
         raise argparse.ArgumentTypeError(
-            f"{what!r} must be a function without arguments that returns a jaxmp.memory.Plan, or a dict of them; it "
+            f"{what!r} must be a function without arguments that returns a plan of jaxmp.memory, or a dict of them; it "
             f"raised {type(e).__name__}: {e}"
         ) from e
     plans = {what.rpartition(":")[2]: made} if isinstance(made, plan.Plan) else made
     if not isinstance(plans, dict) or not all(isinstance(p, plan.Plan) for p in plans.values()):
         raise argparse.ArgumentTypeError(
-            f"{what!r} must return a jaxmp.memory.Plan or a dict of them; got {type(made).__name__}"
+            f"{what!r} must return a plan of jaxmp.memory or a dict of them; got {type(made).__name__}"
         )
     return plans
 

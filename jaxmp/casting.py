@@ -8,7 +8,6 @@ To cast state, use `saturating_cast`: a float32 master of 70000 becomes 65504 in
 """
 
 from jaxmp._src.numerics.casting import (
-    cast_floats as cast_floats,
     round_to as round_to,
     saturating_cast as saturating_cast,
     stochastic_round as stochastic_round,

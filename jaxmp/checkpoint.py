@@ -23,11 +23,7 @@ from jaxmp._src.checkpoint.foreign_loss_scales import (
     import_loss_scale as import_loss_scale,
     set_loss_scale as set_loss_scale,
 )
-from jaxmp._src.checkpoint.jobs import (
-    RestoredJob as RestoredJob,
-    restore_job as restore_job,
-    save_job as save_job,
-)
+from jaxmp._src.checkpoint.jobs import restore_job as restore_job, save_job as save_job
 from jaxmp._src.checkpoint.megatron import export_megatron as export_megatron, import_megatron as import_megatron
 from jaxmp._src.checkpoint.safetensors import (
     load_safetensors as load_safetensors,
@@ -35,8 +31,6 @@ from jaxmp._src.checkpoint.safetensors import (
     save_safetensors as save_safetensors,
 )
 from jaxmp._src.checkpoint.save_restore import (
-    Restored as Restored,
-    describe as describe,
     manager as manager,
     read_metadata as read_metadata,
     restore as restore,

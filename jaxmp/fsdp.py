@@ -29,8 +29,6 @@ from jaxmp._src.distributed.fsdp import (
     save_all_but_gathered as save_all_but_gathered,
 )
 from jaxmp._src.distributed.param_layout import (
-    Cut as Cut,
-    Layout as Layout,
     layout_of as layout_of,
     pad as pad,
     trim as trim,

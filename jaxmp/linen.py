@@ -10,8 +10,6 @@ arguments to the optimizer, and does not change batch_stats and `step` in a skip
 from jaxmp._src.bridges.linen import TrainState as TrainState
 from jaxmp._src.fp8.linen_gated_mlp import GatedMLP as GatedMLP
 from jaxmp._src.fp8.linen_layers import (
-    Fp8ConvGeneralDilated as Fp8ConvGeneralDilated,
     Fp8DotGeneral as Fp8DotGeneral,
-    Fp8Einsum as Fp8Einsum,
     Fp8RaggedDot as Fp8RaggedDot,
 )

@@ -17,11 +17,5 @@ store between the passes, and the values that are alive at the moment of the lar
 part of each leaf that one device has.
 """
 
-from jaxmp._src.memory.measured import Measured as Measured, measured as measured
-from jaxmp._src.memory.plan import (
-    Plan as Plan,
-    beside_measured as beside_measured,
-    overview as overview,
-    plan as plan,
-    table as table,
-)
+from jaxmp._src.memory.measured import measured as measured
+from jaxmp._src.memory.plan import overview as overview, plan as plan, table as table

@@ -16,7 +16,7 @@ Nothing here changes a result. With `when=False`, the compiled program does not 
 | question | functions |
 |---|---|
 | How large are the values of each tensor? (inside jit) | `tensor_stats`, `watch_activations`, `step_stats` |
-| What is wrong with this run? (on the host) | `Monitor`, `Finding`, `MonitorWarning` |
+| What is wrong with this run? (on the host) | `Monitor`, `MonitorWarning` |
 | How do I watch it in a notebook? | `LiveMonitor` |
 | How do I log it, or report a run? | `log_metrics`, `write_report` |
 | How do I draw it? | `plot_loss_and_scale`, `plot_exponents`, `plot_fp8`, `plot_layers` |
@@ -35,11 +35,9 @@ from jaxmp._src.monitor.plots import (
     plot_loss_and_scale as plot_loss_and_scale,
 )
 from jaxmp._src.monitor.report import write_report as write_report
-from jaxmp._src.monitor.rules import Finding as Finding
-from jaxmp._src.monitor.step_stats import Fp8Stats as Fp8Stats, StepStats as StepStats, step_stats as step_stats
-from jaxmp._src.monitor.tensor_stats import FORMATS as FORMATS, TensorStats as TensorStats, tensor_stats as tensor_stats
-from jaxmp._src.replay.bad_operation import BadOp as BadOp, Operand as Operand
-from jaxmp._src.replay.captures import Capture as Capture, capture as capture, load_capture as load_capture
+from jaxmp._src.monitor.step_stats import step_stats as step_stats
+from jaxmp._src.monitor.tensor_stats import tensor_stats as tensor_stats
+from jaxmp._src.replay.captures import capture as capture, load_capture as load_capture
 from jaxmp._src.replay.first_bad_op import first_bad_op as first_bad_op
-from jaxmp._src.replay.nonfinite import NonFinite as NonFinite, first_nonfinite as first_nonfinite
-from jaxmp._src.replay.replay import Replay as Replay, Run as Run, replay as replay
+from jaxmp._src.replay.nonfinite import first_nonfinite as first_nonfinite
+from jaxmp._src.replay.replay import replay as replay

@@ -15,9 +15,7 @@ from jaxmp._src.bridges.nnx import (
 )
 from jaxmp._src.fp8.nnx_gated_mlp import GatedMLP as GatedMLP
 from jaxmp._src.fp8.nnx_layers import (
-    Fp8ConvGeneralDilated as Fp8ConvGeneralDilated,
     Fp8DotGeneral as Fp8DotGeneral,
-    Fp8Einsum as Fp8Einsum,
     Fp8RaggedDot as Fp8RaggedDot,
     Fp8Scale as Fp8Scale,
     to_fp8 as to_fp8,

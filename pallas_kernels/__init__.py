@@ -14,16 +14,8 @@ One idea per file:
 This package is the bottom layer: nothing here imports `jaxmp`, and an import contract checks that.
 """
 
-from pallas_kernels.activation import (
-    activation_cast_transpose_amax as activation_cast_transpose_amax,
-    activation_grad_cast_transpose_amax as activation_grad_cast_transpose_amax,
-    silu_gated_cast_transpose_amax as silu_gated_cast_transpose_amax,
-    silu_gated_grad_cast_transpose_amax as silu_gated_grad_cast_transpose_amax,
-)
-from pallas_kernels.backend import why_no_kernels as why_no_kernels
 from pallas_kernels.cast import cast_tree as cast_tree
 from pallas_kernels.cast_transpose import cast_transpose_amax as cast_transpose_amax
-from pallas_kernels.norm import norm_cast_transpose_amax as norm_cast_transpose_amax
 from pallas_kernels.unscale import gradient_norm as gradient_norm, unscale_and_check as unscale_and_check
 from pallas_kernels.update import (
     AdamW as AdamW,

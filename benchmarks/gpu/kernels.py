@@ -11,7 +11,7 @@ import pallas_kernels
 from benchmarks.gpu import sections
 from benchmarks.lib import trees
 from benchmarks.lib.timing import Bench, LeftOut, Variant, carried, copies_for
-from pallas_kernels import moments, update
+from pallas_kernels import backend as backends, moments, update
 
 TREE = "GPT-2 small"
 
@@ -140,7 +140,7 @@ def _both(
     """The kernel beside XLA, and beside `more`."""
 
     def kernel() -> Variant:
-        if bench.kernels == "interpret" and (reason := pallas_kernels.why_no_kernels()):
+        if bench.kernels == "interpret" and (reason := backends.why_no_kernels()):
             raise LeftOut(reason)
         return variant(bench.kernels)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from pallas_kernels import grouped, moments, update
+from pallas_kernels import activation as activations, grouped, moments, norm, update
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 LEAVES = (5, 129, 2048, 8192 + 3)  # tails, whole blocks, and both
@@ -55,13 +55,13 @@ def launches(backend: str, *, side: int = 128, blocks: int = 1) -> dict[str, tup
         backward = functools.partial(_activation_grad, activation=activation)
         add(f"activation_grad_cast_transpose_amax, {activation}", backward, "bfloat16 bfloat16")
     add("norm_cast_transpose_amax", lambda x, backend: _norm(x, backend), "bfloat16")
-    gated = pallas_kernels.silu_gated_cast_transpose_amax
+    gated = activations.silu_gated_cast_transpose_amax
     add(
         "silu_gated_cast_transpose_amax",
         lambda a, b, backend: gated(a, b, one, E4M3, backend=backend),
         "bfloat16 bfloat16",
     )
-    gated_grad = pallas_kernels.silu_gated_grad_cast_transpose_amax
+    gated_grad = activations.silu_gated_grad_cast_transpose_amax
     add(
         "silu_gated_grad_cast_transpose_amax",
         lambda g, a, b, backend: gated_grad(g, a, b, (one, one), E5M2, backend=backend),
@@ -114,16 +114,16 @@ def _norm(x: jax.Array, backend: str) -> Any:
     wide = x.astype(jnp.float32)
     inv_std, mean, (weight, bias) = jnp.exp(wide[:, 0]), wide[:, 1], wide[:2]
     vectors = {"mean": mean, "weight": weight, "bias": bias}
-    return pallas_kernels.norm_cast_transpose_amax(x, inv_std, jnp.float32(4.0), E4M3, **vectors, backend=backend)
+    return norm.norm_cast_transpose_amax(x, inv_std, jnp.float32(4.0), E4M3, **vectors, backend=backend)
 
 
 def _activation(x: jax.Array, *, activation: str, backend: str) -> Any:
-    f = pallas_kernels.activation_cast_transpose_amax
+    f = activations.activation_cast_transpose_amax
     return f(x, jnp.float32(4.0), E4M3, activation=activation, backend=backend)
 
 
 def _activation_grad(g: jax.Array, x: jax.Array, *, activation: str, backend: str) -> Any:
-    f = pallas_kernels.activation_grad_cast_transpose_amax
+    f = activations.activation_grad_cast_transpose_amax
     return f(g, x, jnp.float32(4.0), E5M2, activation=activation, backend=backend)
 
 

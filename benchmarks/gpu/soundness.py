@@ -14,6 +14,7 @@ import numpy as np
 import pallas_kernels
 from benchmarks.gpu import launches as all_launches
 from benchmarks.lib.timing import Bench, LeftOut, Variant, carried
+from pallas_kernels import backend as backends
 
 
 def same_bits(a: Any, b: Any) -> jax.Array:
@@ -33,7 +34,7 @@ def _each_launch(bench: Bench, test: Callable[[str], dict[str, Any] | None]) -> 
     for name in all_launches.names()[:: 5 if bench.tiny else 1]:
 
         def run(name: str = name) -> dict[str, Any] | None:
-            if bench.tiny and (reason := pallas_kernels.why_no_kernels()):
+            if bench.tiny and (reason := backends.why_no_kernels()):
                 raise LeftOut(reason)
             return test(name)
 
@@ -217,7 +218,7 @@ def large_leaf(bench: Bench) -> None:
     for name, test in tests.items():
 
         def run(test: Any = test) -> None:
-            if bench.tiny and (reason := pallas_kernels.why_no_kernels()):
+            if bench.tiny and (reason := backends.why_no_kernels()):
                 raise LeftOut(reason)
             test()
 
@@ -249,7 +250,7 @@ SKIPPED = "multi_tensor_update {}, 16 leaves"
 
 def _update(bench: Bench, kind: Any, shapes: Any) -> tuple[Any, Any, Any]:
     """A compiled step that updates its first argument in place, the weights without gradients, the gradients."""
-    if bench.tiny and (reason := pallas_kernels.why_no_kernels()):
+    if bench.tiny and (reason := backends.why_no_kernels()):
         raise LeftOut(reason)
     (weights,) = all_launches.weights(kind, shapes, 0)
     grads, held = [w[0] for w in weights], [w[1:] for w in weights]

@@ -19,6 +19,7 @@ from jaxtyping import Array, PyTree
 import jaxmp
 from benchmarks.lib import aot
 from jaxmp import fsdp
+from jaxmp._src.distributed import param_layout
 
 WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH, ROWS = 2048, 16, 4, 50257, 512, 8
 # The usual settings for FSDP: collectives overlap with matmuls, and are not merged into ones too large to overlap.
@@ -109,7 +110,7 @@ def loss_of(params: PyTree, tokens: Array, block: Callable[[PyTree, Array], Arra
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def _set_up(program: Program, mesh: Any) -> tuple[Any, fsdp.Layout, Any, PyTree]:
+def _set_up(program: Program, mesh: Any) -> tuple[Any, param_layout.Layout, Any, PyTree]:
     """(policy, layout, optimizer, the padded params' shapes)."""
     policy = jaxmp.get_policy(program.policy, keep_fp32=("*norm*",))
     layout = fsdp.layout_of(params32(), mesh)

@@ -19,6 +19,7 @@ from jaxtyping import Array, PyTree
 import jaxmp
 from benchmarks.lib.examples import train
 from benchmarks.programs.autocast import CNN, LSTM, Cast, Transformer, language_job
+from jaxmp._src.memory.plan import Plan
 
 F32 = jnp.float32
 
@@ -40,7 +41,7 @@ class Case(NamedTuple):
     def name(self) -> str:
         return f"{self.model}, {self.precision}"
 
-    def plan(self) -> jaxmp.memory.Plan:
+    def plan(self) -> Plan:
         """The plan of `jaxmp.memory.plan`."""
         with self.within():
             return jaxmp.memory.plan(

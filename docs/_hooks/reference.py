@@ -4,7 +4,7 @@ import re
 
 from mkdocs.structure.files import File
 
-from names import first_line, namespaces, pages, summary_of
+from names import first_line, groups_of, namespaces, pages, results, summary_of
 
 
 def page_text(page: str, title: str, names: list[str]) -> str:
@@ -18,8 +18,14 @@ def page_text(page: str, title: str, names: list[str]) -> str:
         ]
     else:
         lines += [summary_of(page), ""]
-    for name in names:
-        lines += [f"::: {name}", ""]
+    for group, found in groups_of(page, names):
+        lines += [f"## {group}", ""] if group else []
+        level = 3 if group else 2
+        for name in found:
+            lines += [f"::: {name}", f"    options: {{heading_level: {level}}}", ""]
+            for path in results().get(name, ()):
+                options = f"{{heading_level: {level + 1}, show_root_full_path: false}}"
+                lines += [f"::: {path}", f"    options: {options}", ""]
     return "\n".join(lines)
 
 
@@ -34,9 +40,11 @@ def index_text() -> str:
     for page, (title, names) in pages().items():
         what = summary_of(page)
         lines += [f"## [{title}]({page}.md)", "", *([what, ""] if what else []), "| name | what it is |", "|---|---|"]
-        for name in names:
-            short = name.removeprefix(f"{title}.").removeprefix("jaxmp.")
-            lines.append(f"| [`{short}`][{name}] | {first_line(name).replace('|', chr(92) + '|')} |")
+        for group, found in groups_of(page, names):
+            lines += [f"| **{group}** | |"] if group else []
+            for name in found:
+                short = name.removeprefix(f"{title}.").removeprefix("jaxmp.")
+                lines.append(f"| [`{short}`][{name}] | {first_line(name).replace('|', chr(92) + '|')} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 import jaxmp
 from helpers import assert_exact, assert_moved
 from jaxmp import checkpoint, fsdp
+from jaxmp._src.distributed.param_layout import Cut, Layout
 from pallas_kernels import moments
 
 pytestmark = pytest.mark.xdist_group("checkpoint")
@@ -137,7 +138,7 @@ def in_8_bits(params, layout, dtype=jnp.int8):
 def layout_along(axis, shape, padded):
     mesh = jax.sharding.AbstractMesh((8,), ("fsdp",))
     spec = jax.sharding.PartitionSpec(*("fsdp" if i == axis else None for i in range(len(shape))))
-    return fsdp.Layout(mesh, "fsdp", {"w": fsdp.Cut(spec, shape, axis, padded)})
+    return Layout(mesh, "fsdp", {"w": Cut(spec, shape, axis, padded)})
 
 
 def to_another_layout(params, old, new, tmp_path, dtype=jnp.int8):

@@ -15,6 +15,7 @@ import jaxmp
 import regimes
 from helpers import assert_close, assert_exact, assert_moved, sqnr
 from jaxmp import fsdp
+from jaxmp._src.distributed.param_layout import Cut
 
 DEVICES = 8
 POLICY = jaxmp.get_policy("fp16")
@@ -39,10 +40,10 @@ LAYOUT = fsdp.layout_of(PARAMS, mesh_of(), min_size=20)
 
 def test_each_leaf_is_cut_along_its_longest_dimension_that_divides():
     assert LAYOUT.specs == {"in": P(None, "fsdp"), "out": P("fsdp", None), "odd": P(None, "fsdp"), "bias": P()}
-    assert LAYOUT.cuts["odd"] == fsdp.Cut(P(None, "fsdp"), (5, 7), dim=1, padded=8)
+    assert LAYOUT.cuts["odd"] == Cut(P(None, "fsdp"), (5, 7), dim=1, padded=8)
     assert (LAYOUT.cuts["odd"].size, LAYOUT.cuts["odd"].padding) == (7, 5)
-    assert LAYOUT.cuts["in"] == fsdp.Cut(P(None, "fsdp"), (8, 24), dim=1, padded=24)
-    assert LAYOUT.cuts["bias"] == fsdp.Cut(P(), (1, 7))
+    assert LAYOUT.cuts["in"] == Cut(P(None, "fsdp"), (8, 24), dim=1, padded=24)
+    assert LAYOUT.cuts["bias"] == Cut(P(), (1, 7))
     assert LAYOUT.whole == {"in": False, "out": False, "odd": False, "bias": True}
     assert LAYOUT.padding == 5
     assert LAYOUT.shardings["out"] == NamedSharding(LAYOUT.mesh, P("fsdp", None))

@@ -20,10 +20,10 @@ import jaxmp
 from fp8_model import GRAD, LHS, RHS, SIDE, guarded, to_host
 from helpers import assert_exact, assert_moved, assert_same_program, assert_within_ulps
 from jaxmp._src.base import tree_paths
-from jaxmp._src.fp8 import layers, scale_leaves
+from jaxmp._src.fp8 import layers, linen_layers, nnx_layers, scale_leaves
 from jaxmp._src.step import state as states
 from jaxmp.fp8 import CurrentScaling, DelayedScaling, autocast, is_scale
-from jaxmp.linen import Fp8DotGeneral, Fp8Einsum
+from jaxmp.linen import Fp8DotGeneral
 
 F32, BF16 = np.float32, jnp.bfloat16
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -108,7 +108,7 @@ def check_trains(apply, params, *args, recipe=RECIPE, policy="fp8", steps=2):
         (nn.DenseGeneral((2, 16), dot_general_cls=FP8), SEQUENCE),
         (nn.DenseGeneral(32, axis=(-2, -1), dot_general_cls=FP8), X.reshape(SIDE, 2, SIDE)),
         (nn.DenseGeneral(16, batch_dims=(0,), dot_general_cls=FP8), SEQUENCE),
-        (Fp8Einsum((2, SIDE, 32), "btd,bdf->btf", recipe=RECIPE), SEQUENCE),
+        (linen_layers.Fp8Einsum((2, SIDE, 32), "btd,bdf->btf", recipe=RECIPE), SEQUENCE),
     ],
     ids=["Dense", "DenseGeneral", "two_axes", "batch_dims", "Einsum"],
 )
@@ -828,7 +828,7 @@ def test_an_einsum_that_is_no_gemm_runs_as_it_is_and_warns_with_its_path():
     with pytest.warns(jaxmp.fp8.FallbackWarning, match="the layer summed does not run in fp8: .* one GEMM"):
         assert jaxmp.nnx.to_fp8(holder, RECIPE, filter=all_true) == []
     assert_same_program(holder.summed(X), before)
-    product = jaxmp.nnx.Fp8Einsum(CurrentScaling(), layer="summed")
+    product = nnx_layers.Fp8Einsum(CurrentScaling(), layer="summed")
     with pytest.warns(jaxmp.fp8.FallbackWarning, match="the layer summed"):
         assert_same_program(product("bd,df->b", X, layer.kernel[...]), before)
 
@@ -917,7 +917,7 @@ def test_other_convolutions_stay_as_they_are(kwargs):
         RECIPE,
         filter=all_true,
     ) == ["b"]
-    own = nn.Conv(10, **kwargs, conv_general_dilated_cls=jaxmp.linen.Fp8ConvGeneralDilated)
+    own = nn.Conv(10, **kwargs, conv_general_dilated_cls=linen_layers.Fp8ConvGeneralDilated)
     with pytest.raises(ValueError, match="a matmul at each pixel: a kernel of one pixel, one group, no padding"):
         init(own, images)
 

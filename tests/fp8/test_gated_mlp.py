@@ -12,7 +12,8 @@ import pytest
 
 import jaxmp
 from helpers import assert_close
-from jaxmp.fp8 import CurrentScaling, DelayedScaling, GatedScales, Scales
+from jaxmp._src.fp8.gated_mlp import GatedScales
+from jaxmp.fp8 import CurrentScaling, DelayedScaling, Scales
 from jaxmp.linen import GatedMLP
 
 ROWS, WIDTH, HIDDEN, FEATURES = 128, 64, 192, 64

@@ -15,7 +15,7 @@ import jaxmp
 import regimes
 from helpers import assert_close, assert_exact, assert_moved, assert_same_program, assert_within_ulps
 from jaxmp._src.base import tree_paths
-from jaxmp._src.fp8 import stored_kernels
+from jaxmp._src.fp8 import linen_layers, stored_kernels
 
 pytestmark = pytest.mark.xdist_group("weights")
 
@@ -154,7 +154,7 @@ def assert_cast(kernel, master, scale):
 
 
 def opt_state_master(opt_state):
-    (found,) = jaxmp._src.step.state.find(opt_state, jaxmp.StepState)
+    (found,) = jaxmp._src.step.state.find(opt_state, jaxmp._src.step.state.StepState)
     return found.master_params
 
 
@@ -540,9 +540,9 @@ OF_LINEN = {
     "own promotion": lambda: nn.Dense(WIDTH, promote_dtype=own_promotion, **IN_FP8),
     "general": lambda: nn.DenseGeneral((4, WIDTH // 4), **IN_FP8),
     "in float16": lambda: nn.Dense(WIDTH, **IN_FP8 | {"dtype": jnp.float16}),
-    "einsum": lambda: jaxmp.linen.Fp8Einsum((WIDTH, WIDTH), "...i,ij->...j", dtype=jnp.bfloat16),
+    "einsum": lambda: linen_layers.Fp8Einsum((WIDTH, WIDTH), "...i,ij->...j", dtype=jnp.bfloat16),
     "conv": lambda: nn.Conv(
-        WIDTH, (1,), dtype=jnp.bfloat16, conv_general_dilated_cls=jaxmp.linen.Fp8ConvGeneralDilated
+        WIDTH, (1,), dtype=jnp.bfloat16, conv_general_dilated_cls=linen_layers.Fp8ConvGeneralDilated
     ),
     "attention": lambda: nn.MultiHeadDotProductAttention(
         4,

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmp
 from jaxmp import fsdp
+from jaxmp._src.distributed.param_layout import Cut, Layout
 
 MESH = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
 RNG = np.random.default_rng(0)
@@ -117,7 +118,7 @@ def test_in_every_policy_and_never_under_jit(policy):
 def test_a_mean_is_right_along_the_axis_that_is_whole_and_wrong_along_the_one_that_is_cut():
     layouts = {
         "rows": fsdp.layout_of({"w": PARAMS["w"]}, MESH, min_size=1),
-        "columns": fsdp.Layout(MESH, "fsdp", {"w": fsdp.Cut(P(None, "fsdp"), PARAMS["w"].shape, 1, 64)}),
+        "columns": Layout(MESH, "fsdp", {"w": Cut(P(None, "fsdp"), PARAMS["w"].shape, 1, 64)}),
     }
     tx = jaxmp.mixed_precision(optax.chain(optax.centralize(), optax.sgd(0.1)), "fp32")
     params = {"w": PARAMS["w"]}

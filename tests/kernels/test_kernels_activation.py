@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from test_kernels_cast import BF16, E4M3, E5M2, EACH_BACKEND, F16, F32, HAS_KERNELS, matrix, text_for_cuda
 
-import pallas_kernels
 from helpers import assert_close, assert_moved, assert_within_ulps
 from jaxmp import fp8
-from pallas_kernels import reference
+from pallas_kernels import activation as activations, reference
 
 pytestmark = pytest.mark.optimized  # bounds of a few ulps
 
@@ -112,7 +111,7 @@ def test_the_gated_formula():
 def test_forward(backend, source, activation):
     x = small(source)
     run = jax.jit(
-        lambda x, s: pallas_kernels.activation_cast_transpose_amax(x, s, E4M3, activation=activation, backend=backend)
+        lambda x, s: activations.activation_cast_transpose_amax(x, s, E4M3, activation=activation, backend=backend)
     )
     got = run(x, jnp.float32(4.0))
     value = jax.jit(COMPUTE[activation])(x.astype(F32))
@@ -132,7 +131,7 @@ def test_forward(backend, source, activation):
 def test_backward(backend, source, activation):
     x, g = small(source), small(source, 1)
     run = jax.jit(
-        lambda g, x, s: pallas_kernels.activation_grad_cast_transpose_amax(
+        lambda g, x, s: activations.activation_grad_cast_transpose_amax(
             g, x, s, E5M2, activation=activation, backend=backend
         )
     )
@@ -155,9 +154,9 @@ def test_gated_forward_and_backward(backend):
 
     @jax.jit
     def both(a, b, g):
-        out = pallas_kernels.silu_gated_cast_transpose_amax(a, b, scale, E4M3, backend=backend)
+        out = activations.silu_gated_cast_transpose_amax(a, b, scale, E4M3, backend=backend)
         scales = (scale, 2 * scale)
-        return out, pallas_kernels.silu_gated_grad_cast_transpose_amax(g, a, b, scales, E5M2, backend=backend)
+        return out, activations.silu_gated_grad_cast_transpose_amax(g, a, b, scales, E5M2, backend=backend)
 
     @jax.jit
     def values(a, b, g):
@@ -183,10 +182,10 @@ def test_a_gpu_gets_the_kernels(source):
     x, s = matrix(source, (64, 64)), np.float32(1)
 
     def every(x, s):
-        outs = [pallas_kernels.activation_cast_transpose_amax(x, s, E4M3, activation=a) for a in ACTIVATIONS]
-        outs += [pallas_kernels.activation_grad_cast_transpose_amax(x, x, s, E5M2, activation=a) for a in ACTIVATIONS]
-        outs += [pallas_kernels.silu_gated_cast_transpose_amax(x, x, s, E4M3)]
-        return outs, pallas_kernels.silu_gated_grad_cast_transpose_amax(x, x, x, (s, s), E5M2)
+        outs = [activations.activation_cast_transpose_amax(x, s, E4M3, activation=a) for a in ACTIVATIONS]
+        outs += [activations.activation_grad_cast_transpose_amax(x, x, s, E5M2, activation=a) for a in ACTIVATIONS]
+        outs += [activations.silu_gated_cast_transpose_amax(x, x, s, E4M3)]
+        return outs, activations.silu_gated_grad_cast_transpose_amax(x, x, x, (s, s), E5M2)
 
     text = text_for_cuda(every, x, s)
     for name in ("gelu", "silu", "gelu_grad", "silu_grad", "silu_gated", "silu_gated_grad"):
@@ -197,12 +196,12 @@ def test_a_gpu_gets_the_kernels(source):
 def test_bad_input():
     x, s = jnp.ones((64, 64)), jnp.float32(1.0)
     with pytest.raises(ValueError, match="activation must be one of 'gelu', 'gelu_exact', 'silu'; got 'relu'"):
-        pallas_kernels.activation_cast_transpose_amax(x, s, E4M3, activation="relu")
+        activations.activation_cast_transpose_amax(x, s, E4M3, activation="relu")
     with pytest.raises(ValueError, match=r"takes tensors of one shape; got \(64, 64\) and \(64, 128\)"):
-        pallas_kernels.silu_gated_cast_transpose_amax(x, jnp.ones((64, 128)), s, E4M3)
+        activations.silu_gated_cast_transpose_amax(x, jnp.ones((64, 128)), s, E4M3)
     if HAS_KERNELS:
         with pytest.raises(ValueError, match='backend="interpret" cannot run here: Mosaic GPU has no erf'):
-            pallas_kernels.activation_cast_transpose_amax(x, s, E4M3, activation="gelu_exact", backend="interpret")
+            activations.activation_cast_transpose_amax(x, s, E4M3, activation="gelu_exact", backend="interpret")
     with pytest.raises(ValueError, match="activation must be one of"):
         fp8.dot_general(x, x, (((1,), (0,)), ((), ())), recipe=fp8.CurrentScaling(), activation="relu")
 

@@ -14,12 +14,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
-import pallas_kernels
 from helpers import assert_close, assert_exact, assert_moved
-from pallas_kernels import launch, meshes, multi_tensor
+from pallas_kernels import backend as backends, launch, meshes, multi_tensor
 from pallas_kernels.leaves import Leaf
 
-WITHOUT_KERNELS = pallas_kernels.why_no_kernels()
+WITHOUT_KERNELS = backends.why_no_kernels()
 kernels_only = pytest.mark.skipif(WITHOUT_KERNELS is not None, reason=str(WITHOUT_KERNELS))
 
 

@@ -8,8 +8,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from test_kernels_activation import assert_rounds_to
 from test_kernels_cast import BF16, E4M3, E5M2, EACH_BACKEND, F16, F32, HAS_KERNELS, by_hand, text_for_cuda
 
-import pallas_kernels
 from helpers import assert_exact
+from pallas_kernels import norm
 
 pytestmark = pytest.mark.optimized  # a bound of one rounding
 KERNEL = "norm_cast_transpose_amax"
@@ -34,7 +34,7 @@ def in_numpy(x, inv_std, mean=None, weight=None, bias=None):
 
 
 def cast(x, inv_std, scale, dtype, **more):
-    return pallas_kernels.norm_cast_transpose_amax(jnp.asarray(x), inv_std, jnp.float32(scale), dtype, **more)
+    return norm.norm_cast_transpose_amax(jnp.asarray(x), inv_std, jnp.float32(scale), dtype, **more)
 
 
 @pytest.mark.thorough(9)

@@ -21,6 +21,7 @@ import train
 from benchmarks.h100 import memory as benchmark, peaks
 from benchmarks.programs import memory as memory_programs
 from jaxmp import memory
+from jaxmp._src.memory import measured as measured_lib
 
 S, F32 = jax.ShapeDtypeStruct, jnp.float32
 SCALARS = 200  # bytes of counts and the loss scale, at most
@@ -518,17 +519,19 @@ def test_a_device_without_an_account_has_nothing_to_show():
     plan = memory.plan({"w": jnp.ones(4)}, "fp32", optimizer=optax.sgd(0.1))
     assert memory.measured() is None  # the CPU
     assert memory.measured(device()) is None
-    assert memory.beside_measured(plan, device()) is None
+    assert plan.beside_measured(device()) is None
 
 
 def test_peak_and_fragmentation_are_read_off_the_allocator():
     gpu = device(
         bytes_in_use=600, peak_bytes_in_use=900, bytes_limit=5000, pool_bytes=1000, largest_free_block_bytes=100
     )
-    assert memory.measured(gpu) == memory.Measured(in_use=600, peak=900, limit=5000, pool=1000, fragmentation=0.75)
-    assert memory.measured(device(bytes_in_use=600)) == memory.Measured(600, 600, None, None, None)
+    assert memory.measured(gpu) == measured_lib.Measured(
+        in_use=600, peak=900, limit=5000, pool=1000, fragmentation=0.75
+    )
+    assert memory.measured(device(bytes_in_use=600)) == measured_lib.Measured(600, 600, None, None, None)
     plan = memory.plan({"w": jnp.ones(100)}, "fp32", optimizer=optax.sgd(0.1))
-    lines = [line.split() for line in memory.beside_measured(plan, gpu).splitlines()]
+    lines = [line.split() for line in plan.beside_measured(gpu).splitlines()]
     assert lines[1] == ["peak", "800", "B", "900", "B", "1.12"]
     assert lines[2] == ["between", "steps", "400", "B", "600", "B", "1.50"]
     assert lines[3] == ["fragmentation", "75%"]

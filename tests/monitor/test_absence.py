@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 
 import jaxmp
+from jaxmp._src.monitor.step_stats import Fp8Stats
 from jaxmp.monitor import Monitor
 
 pytestmark = pytest.mark.xdist_group("monitor absence")
@@ -495,7 +496,7 @@ def underflowing(is_so):
 
 def saturating(is_so):
     path = "layer/fp8_lhs_e4m3_log2_scale"
-    return sample(fp8=jaxmp.monitor.Fp8Stats({path: np.float32(9)}, {path: np.float32(64)}, {path: np.bool_(is_so)}))
+    return sample(fp8=Fp8Stats({path: np.float32(9)}, {path: np.float32(64)}, {path: np.bool_(is_so)}))
 
 
 def not_finite(is_so):

@@ -7,6 +7,7 @@ import pytest
 
 from jaxmp import monitor
 from jaxmp._src.monitor import live
+from jaxmp._src.monitor.rules import Finding
 
 METRICS = {"loss_scale": 8.0, "skipped": False}
 
@@ -68,7 +69,7 @@ def test_findings_stand_below_the_picture(monkeypatch):
     shown = monitor.LiveMonitor(every=0.0, lag=0, warn=False)
     run(shown, 1)
     assert "<h3>" not in notebook.pages[-1]
-    shown.findings.append(monitor.Finding("overflow", 0, "grads/a<b", "all of it is > 65504."))
+    shown.findings.append(Finding("overflow", 0, "grads/a<b", "all of it is > 65504."))
     run(shown, 1, start=1)
     assert "grads/a&lt;b" in notebook.pages[-1] and "1 findings" in notebook.pages[-1]
 

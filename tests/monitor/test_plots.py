@@ -11,6 +11,7 @@ import pytest
 import jaxmp
 from helpers import assert_exact, assert_within_ulps
 from jaxmp import monitor
+from jaxmp._src.monitor.step_stats import Fp8Stats, StepStats
 
 ROWS = [{"step": i, "loss": 4.0 - i, "loss_scale": 8.0 if i < 3 else 4.0, "skipped": float(i == 2)} for i in range(4)]
 
@@ -100,9 +101,7 @@ def test_layers():
 
 def test_fp8():
     stats = [
-        monitor.StepStats(
-            *(None, None, None), monitor.Fp8Stats({"d/fp8_lhs": a}, {"d/fp8_lhs": 64.0}, {"d/fp8_lhs": a > 7}), {}, 1.0
-        )
+        StepStats(*(None, None, None), Fp8Stats({"d/fp8_lhs": a}, {"d/fp8_lhs": 64.0}, {"d/fp8_lhs": a > 7}), {}, 1.0)
         for a in (1.0, 2.0, 8.0)
     ]
     above, below = monitor.plot_fp8(list(enumerate(stats))).axes

@@ -10,6 +10,7 @@ import pytest
 
 import jaxmp
 from jaxmp import monitor
+from jaxmp._src.monitor.rules import Finding
 
 
 def report_of(tmp_path, run, **kwargs):
@@ -54,7 +55,7 @@ def test_it_needs_no_other_file(tmp_path):
 
 def test_findings_stand_with_their_paths_escaped(tmp_path):
     run = recorded(sampled=True, nonfinite=True)
-    run.findings.append(monitor.Finding("overflow", 4, "grads/a<b", "all of it is > 65504."))
+    run.findings.append(Finding("overflow", 4, "grads/a<b", "all of it is > 65504."))
     text = report_of(tmp_path, run)
     assert run.findings and text.count("<h3>") == len(run.findings)
     assert "<code>grads/a&lt;b</code>" in text and "all of it is &gt; 65504." in text and "a<b" not in text

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxmp
+from jaxmp._src.loss_scale import static
 
 
 def dynamic(scale, period=2000, factor=2.0, floor=1.0):
@@ -19,7 +20,7 @@ def dynamic(scale, period=2000, factor=2.0, floor=1.0):
 
 
 @pytest.mark.parametrize("scale", [2.0, 3.0, 4.0])
-@pytest.mark.parametrize("make", [jaxmp.StaticLossScale, dynamic])
+@pytest.mark.parametrize("make", [static.StaticLossScale, dynamic])
 def test_scale_and_unscale(make, scale):
     scaler = make(scale)
     tree = {"a": jnp.array(1.0)}
@@ -29,7 +30,7 @@ def test_scale_and_unscale(make, scale):
 
 
 def test_no_scale_returns_what_it_got():
-    scaler = jaxmp.NoOpLossScale()
+    scaler = static.NoOpLossScale()
     tree = {"a": jnp.ones([])}
     assert scaler.scale(tree)["a"] is tree["a"] and float(scaler.unscale(tree)["a"]) == 1.0
     assert jax.tree.leaves(scaler) == []
@@ -72,7 +73,7 @@ def test_it_falls_at_every_overflow_to_its_floor(period, factor, floor):
 
 def test_integers_are_made_floats():
     """jmp warns of an integer scale, which would truncate; ours is always float32."""
-    for scaler in (dynamic(1), dynamic(np.int32(8), floor=2), jaxmp.StaticLossScale(np.int32(8))):
+    for scaler in (dynamic(1), dynamic(np.int32(8), floor=2), static.StaticLossScale(np.int32(8))):
         assert scaler.loss_scale.dtype == jnp.float32
 
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from helpers import assert_close, assert_exact, assert_moved
+from jaxmp._src.loss_scale import static
 
 INF, NAN = float("inf"), float("nan")
 
@@ -101,7 +102,7 @@ def test_jmp_retraces_for_each_value_of_a_static_scale():
 
     hashable = lambda value: jmp.StaticLossScale(value)  # noqa: E731  (with an array it is not even hashable)
     assert traces_of(hashable, lambda s: s.scale(jnp.ones(()))) == 3  # the peer
-    assert traces_of(jaxmp.StaticLossScale, lambda s: s.scale(jnp.ones(()))) == 1
+    assert traces_of(static.StaticLossScale, lambda s: s.scale(jnp.ones(()))) == 1
     state_of = lambda value: jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=value).init(half(1.0))  # noqa: E731
     assert traces_of(state_of, jaxmp.get_loss_scale) == 1
 

@@ -22,6 +22,7 @@ import regimes
 from helpers import assert_close, assert_exact, assert_moved, assert_same_program, assert_within_ulps
 from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives
+from jaxmp._src.loss_scale import static
 from oracle_data import load, name_of
 from regimes import AXIS, DEVICES, mesh_of
 
@@ -520,7 +521,7 @@ def test_arguments_out_of_range(kwargs, message):
 
 def test_a_loss_scale_of_another_kind_is_refused():
     with pytest.raises(TypeError, match=r"got NoOpLossScale\(\). For no scaling pass enabled=False"):
-        jaxmp.GradScaler(loss_scale=jaxmp.NoOpLossScale())
+        jaxmp.GradScaler(loss_scale=static.NoOpLossScale())
 
 
 def after(scaler, *overflows):

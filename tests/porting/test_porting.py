@@ -10,6 +10,7 @@ import pytest
 
 import jaxmp
 from helpers import ROOT, assert_close, assert_exact, assert_moved, python_blocks
+from jaxmp._src.loss_scale import static
 from regimes import AXIS, DEVICES, mesh_of, same_bits
 
 F16, F32 = np.float16, np.float32
@@ -97,7 +98,7 @@ def test_dividing_is_not_multiplying_by_the_reciprocal():
     scaled = np.linspace(1.0, 2.0, 100, dtype=F16)
     unscaled = jax.jit(lambda s, g: s.unscale(g))(dividing, {"g": scaled})
     assert_exact(unscaled, {"g": scaled.astype(F32) / F32(1000.0)})
-    other = jaxmp.StaticLossScale(1000.0).unscale({"g": jnp.asarray(scaled)})["g"]
+    other = static.StaticLossScale(1000.0).unscale({"g": jnp.asarray(scaled)})["g"]
     assert not np.array_equal(other, scaled.astype(F32) / F32(1000.0))
 
 
@@ -109,7 +110,9 @@ def test_an_inf_under_a_static_scale_is_skipped():
     bad = targets(1)
     bad[2, 0, 0] = np.inf  # on one device
     after_params, after_state, _ = step(params, opt_state, bad)
-    (before_inner,), (after_inner,) = (jaxmp._src.step.state.find(s, jaxmp.StepState) for s in (opt_state, after_state))
+    (before_inner,), (after_inner,) = (
+        jaxmp._src.step.state.find(s, jaxmp._src.step.state.StepState) for s in (opt_state, after_state)
+    )
     assert_moved((after_params, after_inner), (params, before_inner))
     assert_exact((jaxmp.get_loss_scale(after_state), jaxmp.get_metrics(after_state)["skipped_steps"]), (512.0, 1))
     copies = [[np.asarray(s.data) for s in x.addressable_shards] for x in jax.tree.leaves((after_params, after_state))]

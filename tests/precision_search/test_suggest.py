@@ -15,7 +15,7 @@ import jaxmp
 from helpers import sqnr
 from jaxmp._src.precision_search import format_noise
 from jaxmp._src.precision_search.subject import Subject
-from jaxmp._src.precision_search.suggest import _Decision
+from jaxmp._src.precision_search.suggest import Thresholds, _Decision
 from jaxmp._src.precision_search.suggestion import exceptions, globs
 from jaxmp._src.precision_search.trials import Trial, measure
 
@@ -243,7 +243,7 @@ def test_thresholds_scopes_and_a_mix_that_is_moved_up():
     trial = Trial(subject, params)
 
     def decide(**limits):
-        return _Decision(subject, measured, loss_scale, trial, ("bf16",), jaxmp.Thresholds(**limits)).suggestion()
+        return _Decision(subject, measured, loss_scale, trial, ("bf16",), Thresholds(**limits)).suggestion()
 
     found = decide()
     assert found.formats == {"layer_0": "bf16", "layer_1": "bf16", "": "bf16"} and found.fp8_layers == ()
@@ -264,7 +264,7 @@ def test_gradients_of_data_do_not_count():
     measured, _, params = measure(subject, optax.sgd(1e-3), 1)
     dx, dw = (format_noise.TENSORS.index(name) for name in ("dx", "dw"))
     assert not measured[0, dx].any() and measured[0, dw].any() and measured[1:, dx].any(axis=1).all()
-    found = _Decision(subject, measured, 1.0, Trial(subject, params), ("bf16",), jaxmp.Thresholds()).suggestion()
+    found = _Decision(subject, measured, 1.0, Trial(subject, params), ("bf16",), Thresholds()).suggestion()
     assert found.formats["layer_0"] == "bf16"
 
 
@@ -280,7 +280,7 @@ def test_each_layer_of_a_scan_counts_for_the_policy():
     params = {"layers": jnp.stack([jnp.eye(32)] * 4), "head": jnp.concatenate([X, Y], axis=1)}
     subject = Subject(scanned_loss_fn, (X,), params, None, False)
     measured, loss_scale, params = measure(subject, optax.sgd(1e-3), 1)
-    decision = _Decision(subject, measured, loss_scale, Trial(subject, params), ("bf16", "fp16"), jaxmp.Thresholds())
+    decision = _Decision(subject, measured, loss_scale, Trial(subject, params), ("bf16", "fp16"), Thresholds())
     for key in (("layer", "bf16"), ("head", "fp16")):  # four layers, and a head of the size of two
         decision.evidence[key] = decision.evidence[key]._replace(reason="planted")
     found = decision.suggestion()
@@ -305,7 +305,7 @@ def test_errors():
     w = jnp.ones((2, 2))
     for missing in ({"gradient_sqnr": {"fp8": 25.0}}, {"tensor_sqnr": {"fp8": 25.0}}, {"underflow": {"fp8": 0.1}}):
         with pytest.raises(ValueError, match=rf"thresholds.{next(iter(missing))} needs .* none for \['fp16', 'bf16'\]"):
-            jaxmp.suggest_policy(jnp.dot, (w,), params=w, thresholds=jaxmp.Thresholds(**missing))
+            jaxmp.suggest_policy(jnp.dot, (w,), params=w, thresholds=missing)
     for steps in (0, 2.5, "4"):
         with pytest.raises(ValueError, match=f"steps must be a whole number, at least 1; got {steps!r}"):
             jaxmp.suggest_policy(jnp.dot, (w,), params=w, steps=steps)

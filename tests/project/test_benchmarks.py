@@ -16,7 +16,7 @@ from benchmarks import __main__ as runner
 from benchmarks.cpu import autocast as cpu_autocast, monitor as cpu_monitor, step as cpu
 from benchmarks.h100 import fsdp as h100_fsdp
 from benchmarks.lib import tables
-from benchmarks.lib.benchmark import Benchmark, run as run_benchmark
+from benchmarks.lib.benchmark import Benchmark, Rows, run as run_benchmark
 from benchmarks.programs import autocast as autocast_programs
 from helpers import assert_close, assert_exact, assert_moved
 
@@ -126,6 +126,61 @@ def test_tiny_sizes_write_nothing(benchmark, capsys):
     assert benchmark.page.read_text() == before and not benchmark.results.exists()
 
 
+@pytest.fixture
+def by_row(benchmark, monkeypatch):
+    """The same entry, measured row by row: what was measured so far, and the code that measures."""
+    measured, code = [], {"checksum": "first", "stops_at": None}
+
+    def job(name):
+        if name == code["stops_at"]:
+            raise KeyboardInterrupt
+        measured.append(name)
+        return {"n": len(measured), "missed": []}
+
+    rows = Rows(
+        lambda: {"device": "CPU", "versions": {"jax": code.get("jax", "1")}},
+        lambda: {name: functools.partial(job, name) for name in ("a, one", "a, two", "b")},
+        lambda rows: ["b is there"] if len(rows) > 2 else [],
+    )
+    monkeypatch.setattr("benchmarks.lib.benchmark.source", lambda: code["checksum"])
+    return benchmark._replace(measure=rows, render=lambda r: f"{len(r['rows'])} rows"), measured, code
+
+
+def stored(benchmark):
+    return [row["row"] for row in json.loads(benchmark.results.read_text())["rows"]]
+
+
+def test_a_row_is_stored_when_it_is_measured_and_a_second_run_goes_on(by_row):
+    entry, measured, code = by_row
+    code["stops_at"] = "a, two"
+    with pytest.raises(KeyboardInterrupt):
+        run_benchmark(entry)
+    assert stored(entry) == ["a, one"]
+    code["stops_at"] = None
+    assert run_benchmark(entry) == 1  # all rows together miss a target
+    assert measured == stored(entry) == ["a, one", "a, two", "b"]
+    run_benchmark(entry)
+    assert len(measured) == 3
+    code["checksum"] = "second"
+    run_benchmark(entry, rows="a, *")
+    assert measured[3:] == ["a, one", "a, two"]
+    assert [row["code"] for row in json.loads(entry.results.read_text())["rows"]] == ["second", "second", "first"]
+
+
+def test_rows_of_other_versions_are_named_below_the_tables(by_row):
+    entry, measured, code = by_row
+    run_benchmark(entry)
+    code["jax"] = "2"
+    run_benchmark(entry, rows="b")
+    assert measured[3:] == ["b"]
+    assert "3 rows\n\nCPU; jax 2.\n2 older rows: jax 1.\n" in entry.page.read_text()
+
+
+def test_an_entry_that_is_measured_as_a_whole_has_no_rows_to_choose(benchmark):
+    with pytest.raises(SystemExit, match="cpu some is measured as a whole, without --rows"):
+        run_benchmark(benchmark, rows="a*")
+
+
 ENTRIES = [name for name in runner.entries() if name != runner.GPU]
 
 
@@ -155,7 +210,7 @@ def test_the_command_line_chooses_entries(monkeypatch, capsys):
     monkeypatch.setattr(runner, "run", run_here)
     monkeypatch.setattr(runner.subprocess, "run", run_process)
     assert runner.main(["cpu", "step", "--table"]) == 0
-    assert runs == [("cpu step", {"table": True, "tiny": False})] and processes == []
+    assert runs == [("cpu step", {"table": True, "tiny": False, "rows": "*"})] and processes == []
     assert runner.main(["cpu", "--tiny"]) == 1  # the second of six fails
     assert processes == [
         ["cpu", name, "--tiny"] for name in ("autocast", "few_bytes", "monitor", "reduce_dtype", "step", "tracing")

@@ -10,6 +10,7 @@ import pytest
 import links
 import markup
 import names
+import reference
 from helpers import ROOT, python_blocks
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -93,6 +94,31 @@ def test_the_reference_lists_every_public_name_once():
         assert own or module != "jaxmp"
         assert own <= set(PUBLIC)
         assert module == "jaxmp" or any(name.startswith(module + ".") for name in PUBLIC)
+
+
+MOST_NAMES = 150
+
+
+def test_public_names_are_few_enough_to_read():
+    """A new name needs a reason that none of these has; a class that only comes out of a function is none."""
+    assert len(PUBLIC) <= MOST_NAMES
+
+
+def test_what_functions_return_is_documented_with_them():
+    found = {name: [path.rpartition(".")[2] for path in paths] for name, paths in names.results().items()}
+    assert found["jaxmp.monitor.step_stats"] == ["StepStats", "TensorStats", "Fp8Stats"]
+    assert found["jaxmp.monitor.Monitor"] == ["Finding"] and found["jaxmp.memory.plan"] == ["Plan"]
+    assert not {name.rpartition(".")[2] for name in PUBLIC} & {"StepStats", "Finding", "Plan"}
+    page = reference.page_text("monitor", *names.pages()["monitor"])
+    assert "::: jaxmp._src.monitor.rules.Finding\n    options: {heading_level: 4, show_root_full_path: false}" in page
+
+
+def test_long_pages_of_the_reference_are_grouped_by_what_names_are_for():
+    for page, (_, found) in names.pages().items():
+        grouped = {name for group in names.GROUPS.get(page, {}).values() for name in group}
+        assert grouped <= {name.rpartition(".")[2] for name in found}
+        titles = [title for title, _ in names.groups_of(page, found)]
+        assert len(found) < 10 or (len(titles) > 1 and "Others" not in titles), page
 
 
 def test_namespaces_say_what_they_are():

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
-import pallas_kernels
 from jaxmp import __main__ as command
 from jaxmp._src.base import next_steps
 from jaxmp._src.fp8 import backends, recipe_guide
@@ -89,7 +88,7 @@ def test_an_unknown_command_is_named(capsys):
 def test_without_a_gpu_xla_serves_and_matmuls_are_emulated():
     rows = served()
     assert rows[FUSED].backend == "xla"
-    assert rows[FUSED].reason == pallas_kernels.why_no_kernels(needs_gpu=True)
+    assert rows[FUSED].reason == kernel_backend.why_no_kernels(needs_gpu=True)
     for operation in (FP8, MXFP8, BLOCKS):
         assert rows[operation].backend == "emulated"
         assert rows[operation].reason.endswith("in float32")
@@ -251,7 +250,7 @@ def test_memory_prints_plans_of_a_user(planner, capsys, what, head):
         ("nan", "neither a number of parameters from 1 to 1e18"),
         ("no_such_module:plan", "'no_such_module:plan' is not there: No module named 'no_such_module'"),
         ("my_plans:three", "'my_plans:three' is not there: module 'my_plans' has no attribute 'three'"),
-        ("my_plans:none", "must return a jaxmp.memory.Plan or a dict of them; got dict"),
+        ("my_plans:none", "must return a plan of jaxmp.memory or a dict of them; got dict"),
         ("json:dumps", r"'json:dumps' must be a function without arguments that returns.*raised TypeError: dumps\(\)"),
     ],
 )

@@ -30,8 +30,10 @@ from fp8_model import (
 )
 from helpers import assert_close, assert_exact, assert_moved, assert_same_program
 from jaxmp._src.fp8 import amax_records
+from jaxmp._src.guard.fp8_scales import update_amax
+from jaxmp._src.step import scales as scales_lib
 from jaxmp._src.step.state import Fp8State
-from jaxmp.fp8 import CurrentScaling, DelayedScaling, get_scales, resize_history, update_amax
+from jaxmp.fp8 import CurrentScaling, DelayedScaling, get_scales, resize_history
 from oracle_data import load, name_of
 from regimes import AXIS, DEVICES, mean_in_float32, mesh_of
 
@@ -164,7 +166,7 @@ def test_split_sends_extra_arguments_to_the_rest():
         return updates, state
 
     rest = optax.GradientTransformationExtraArgs(lambda params: seen.update(init=params) or (), update)
-    tx = jaxmp.fp8.split_fp8(update_amax(RECIPE), rest)
+    tx = scales_lib.split_fp8(update_amax(RECIPE), rest)
     params = {"w": jnp.ones(2)} | scale_leaves()
     updates, state = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params, value=3)
     assert jax.tree.structure(updates) == jax.tree.structure(params)

@@ -246,7 +246,7 @@ def loss_scale_of(dtype: str) -> Any:
 
 def guarded(opt_state: Any) -> Any:
     """The part of the optimizer's state that must not move on a skip."""
-    (state,) = jaxmp._src.step.state.find(opt_state, jaxmp.StepState)
+    (state,) = jaxmp._src.step.state.find(opt_state, jaxmp._src.step.state.StepState)
     return state.master_params, state.rounding_count, state.fp8_scales, state.optimizer_state
 
 

@@ -12,9 +12,8 @@ import pytest
 from flax import nnx
 
 import jaxmp
-import pallas_kernels
 from helpers import assert_close, assert_exact, assert_moved, assert_same_program
-from pallas_kernels import moments
+from pallas_kernels import backend as backends, moments
 from regimes import guarded
 
 SHAPES = {"dense": {"kernel": (4, 512), "bias": (3,)}, "norm": {"scale": (2,)}, "scalar": ()}  # in blocks of 2048
@@ -146,7 +145,7 @@ def test_unwrapped_it_is_an_optax_optimizer():
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.skipif(pallas_kernels.why_no_kernels() is not None, reason=str(pallas_kernels.why_no_kernels()))
+@pytest.mark.skipif(backends.why_no_kernels() is not None, reason=str(backends.why_no_kernels()))
 @pytest.mark.parametrize(
     ("policy", "kwargs", "bits"),
     [
@@ -192,7 +191,7 @@ def test_split_masters_train_as_full_ones(fused):
     assert_close(split[0], full[0], rtol=2.0**-7)
     masters = jaxmp.get_master_params(split[1], split[0])
     assert_close(masters, jaxmp.get_master_params(full[1], full[0]), rtol=30 * 2.0**-23, atol=1e-6)
-    (kept,) = jaxmp._src.step.state.find(split[1], jaxmp.StepState)
+    (kept,) = jaxmp._src.step.state.find(split[1], jaxmp._src.step.state.StepState)
     assert {x.dtype.name for x in jax.tree.leaves(kept.master_params)} == {"int16"}
 
 
@@ -521,7 +520,7 @@ def test_leaves_of_one_kind_cut_and_whole_inside_checked_shard_map(inner, scaled
 
 
 def test_mosaic_says_why_it_cannot_serve():
-    reason = pallas_kernels.why_no_kernels(needs_gpu=True)
+    reason = backends.why_no_kernels(needs_gpu=True)
     if reason is None:
         pytest.skip("kernels can serve on this machine's GPU")
     tx = jaxmp.mixed_precision(jaxmp.fused_sgd(0.5, backend="mosaic"), "bf16")

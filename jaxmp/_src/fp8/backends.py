@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import jax
 
-import pallas_kernels
 from jaxmp._src.base import hardware
+from pallas_kernels import backend as kernel_backend
 
 
 class Row(NamedTuple):
@@ -59,7 +59,7 @@ def backends() -> list[Row]:
 
 
 def _kernel(operation: str, condition: str, if_several: str) -> Row:
-    why_not = pallas_kernels.why_no_kernels(needs_gpu=True)
+    why_not = kernel_backend.why_no_kernels(needs_gpu=True)
     if why_not:
         return Row(operation, "xla", why_not)
     if jax.device_count() > 1:

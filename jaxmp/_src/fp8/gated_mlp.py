@@ -53,7 +53,7 @@ def gated_mlp(
     down: Float[Array, "F N"],
     *,
     recipe: Any,
-    scales: GatedScales | None = None,
+    scales: tuple[Scales, Scales, Scales] | None = None,
     layer: str | None = None,
     key: Array | None = None,
 ) -> Float[Array, "... N"]:
@@ -65,8 +65,8 @@ def gated_mlp(
       x: bfloat16, float16 or float32.
       gate, up, down: the weights; float32 weights get float32 gradients.
       recipe: `DelayedScaling` (with `scales`), or a recipe without state.
-      scales: the scale leaves. Their gradients are the amaxes. x is cast with the scale of `scales.gate.lhs`; its amax
-        is the gradient of that leaf and of `scales.up.lhs`.
+      scales: the scale leaves of gate, up and down. Their gradients are the amaxes. x is cast with the scale of gate's
+        `lhs`; its amax is the gradient of that leaf and of up's `lhs`.
       layer: a name for warnings.
       key: for stochastic rounding, as for `dot_general`.
 
@@ -87,6 +87,7 @@ def gated_mlp(
       Shazeer 2020, "GLU Variants Improve Transformer" (arXiv 2002.05202); TransformerEngine's LayerNormMLP.
     """
     weights = (gate, up, down)
+    scales = None if scales is None else GatedScales(*scales)
     if scales is None or len(recipe.narrow("grad")) < 2 or not recipe.has_state or _why_not_at_once(x, weights):
 
         def dot(x: Array, w: Array, name: str) -> Array:

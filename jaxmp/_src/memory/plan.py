@@ -91,6 +91,33 @@ class Plan:
         """The sum of all parts: the use of a step that returns all gradients before it frees activations."""
         return self.stored + self.batch + self.gradients + (self.activations or 0) + (self.temporaries or 0)
 
+    def beside_measured(self, device: Any = None) -> str | None:
+        """This plan of the step that the process has run beside the measured memory, as a text table.
+
+        Args:
+          device: default: the first of `jax.local_devices()`.
+
+        Returns:
+          The planned and measured peak and use between steps; None if the device does not measure its memory (CPU).
+
+        Example:
+          >>> found = plan({"w": jnp.ones(4)}, "fp32", optimizer=optax.sgd(0.1))
+          >>> found.beside_measured(jax.devices("cpu")[0]) is None
+          True
+        """
+        found = measured_lib.measured(device)
+        if found is None:
+            return None
+        between = self.stored + self.batch
+        lines = [
+            ("", "planned", "measured", "measured / planned"),
+            ("peak", _readable(self.peak), _readable(found.peak), f"{found.peak / max(self.peak, 1):.2f}"),
+            ("between steps", _readable(between), _readable(found.in_use), f"{found.in_use / max(between, 1):.2f}"),
+        ]
+        if found.fragmentation is not None:
+            lines.append(("fragmentation", "", f"{found.fragmentation:.0%}", ""))
+        return tables.columns(lines, "<>>")
+
     def __str__(self) -> str:
         return table({"bytes on a device": self})
 
@@ -249,35 +276,6 @@ def table(plans: Mapping[str, Plan]) -> str:
     rows.append(["bytes a parameter", *(f"{b:.2f}" for b in each)])
     found = tables.columns(rows, gap=3)
     return found if all(p.activations is None for p in columns) else f"{found}\n{_OF_GPUS}"
-
-
-def beside_measured(planned: Plan, device: Any = None) -> str | None:
-    """Formats the planned peak and the planned use between steps beside the measured ones, as a text table.
-
-    Args:
-      planned: the plan of the step that this process has run.
-      device: default: the first of `jax.local_devices()`.
-
-    Returns:
-      The table; None if the device does not measure its memory (CPU).
-
-    Example:
-      >>> found = plan({"w": jnp.ones(4)}, "fp32", optimizer=optax.sgd(0.1))
-      >>> beside_measured(found, jax.devices("cpu")[0]) is None
-      True
-    """
-    found = measured_lib.measured(device)
-    if found is None:
-        return None
-    between = planned.stored + planned.batch
-    lines = [
-        ("", "planned", "measured", "measured / planned"),
-        ("peak", _readable(planned.peak), _readable(found.peak), f"{found.peak / max(planned.peak, 1):.2f}"),
-        ("between steps", _readable(between), _readable(found.in_use), f"{found.in_use / max(between, 1):.2f}"),
-    ]
-    if found.fragmentation is not None:
-        lines.append(("fragmentation", "", f"{found.fragmentation:.0%}", ""))
-    return tables.columns(lines, "<>>")
 
 
 def overview(num_params: float) -> dict[str, Plan]:

@@ -156,9 +156,9 @@ def plot_fp8(samples: Monitor | Samples, *, paths: Sequence[str] | None = None) 
       ValueError: no fp8 tensor was sampled, or none has that path.
 
     Example:
-      >>> import jaxmp
-      >>> stats = jaxmp.monitor.Fp8Stats({"a": 3.0}, {"a": 64.0}, {"a": False})
-      >>> sample = jaxmp.monitor.StepStats(None, None, None, stats, {}, 1.0)
+      >>> from jaxmp._src.monitor.step_stats import Fp8Stats
+      >>> stats = Fp8Stats({"a": 3.0}, {"a": 64.0}, {"a": False})
+      >>> sample = StepStats(None, None, None, stats, {}, 1.0)
       >>> [axes.get_ylabel() for axes in plot_fp8([(0, sample), (1, sample)]).axes]
       ['amax', 'scale']
     """

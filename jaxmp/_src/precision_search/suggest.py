@@ -49,15 +49,7 @@ _MOST_ATTEMPTS = 4  # proposals with one base; each moves the modules to blame t
 
 
 class Thresholds(NamedTuple):
-    """Limits for a module in a format. SQNRs are in dB; without overflow and underflow e4m3 has 32, e5m2 26.
-
-    Attributes:
-      tensor_sqnr: by format, the least SQNR of each tensor of its matmuls.
-      gradient_sqnr: by format, the least SQNR of the gradient of the whole model with only this module in the format.
-      overflow: the largest share of a tensor that may lie beyond the range.
-      underflow: by format, the largest share of the nonzero values of a tensor that may become zero.
-      mix_sqnr: the least SQNR of the gradient with all modules as proposed. If it is lower, the module that costs most
-        moves to the next wider format, until the limit holds.
+    """Limits for a module in a format: `thresholds` of `suggest_policy`, which says what each is.
 
     Example:
       >>> Thresholds(mix_sqnr=20.0).gradient_sqnr["fp8"]
@@ -81,7 +73,7 @@ def suggest_policy(
     optimizer: Any = None,
     steps: int = 4,
     has_aux: bool = False,
-    thresholds: Thresholds = Thresholds(),  # noqa: B008
+    thresholds: Mapping[str, Any] | None = None,
     time_budget: float | None = None,
     progress: Callable[[str], Any] | Literal["terminal"] | None = "terminal",
 ) -> Suggestion:
@@ -116,7 +108,12 @@ def suggest_policy(
       optimizer: an optax optimizer for the steps; default `optax.adam(1e-3)`.
       steps: how many.
       has_aux: whether the loss function returns `(loss, aux)`.
-      thresholds: the limits.
+      thresholds: limits other than the usual ones, by name, such as `{"mix_sqnr": 20.0}`. SQNRs are in dB; without
+        overflow and underflow e4m3 has 32, e5m2 26. By format: `tensor_sqnr`, the least SQNR of each tensor of a
+        module's matmuls; `gradient_sqnr`, of the gradient of the whole model with only this module in the format;
+        `underflow`, the largest share of the nonzero values of a tensor that may become zero. Numbers: `overflow`, the
+        largest share of a tensor that may lie beyond the range; `mix_sqnr`, the least SQNR of the gradient with all
+        modules as proposed. If it is lower, the module that costs most moves to the next wider format.
       time_budget: seconds after which no further module and no second proposal is tried; None: no limit. The
         measurement and the runs of float32 and of one proposal are always done.
       progress: "terminal": the stage and the seconds, on one line of a terminal, which is removed at the end; nothing
@@ -145,8 +142,12 @@ def suggest_policy(
         raise ValueError(f"suggest_policy: formats must be some of {FORMATS}; got {formats!r}")
     if not isinstance(steps, int | np.integer) or steps < 1:
         raise ValueError(f"suggest_policy: steps must be a whole number, at least 1; got {steps!r}")
+    if unknown := set(thresholds or ()) - set(Thresholds._fields):
+        known = ", ".join(Thresholds._fields)
+        raise ValueError(f"suggest_policy: thresholds must be some of {known}; got {', '.join(sorted(unknown))}")
+    limits = Thresholds(**(thresholds or {}))
     for field in ("tensor_sqnr", "gradient_sqnr", "underflow"):
-        missing = [name for name in formats if name not in getattr(thresholds, field)]
+        missing = [name for name in formats if name not in getattr(limits, field)]
         if missing:
             raise ValueError(
                 f"suggest_policy: thresholds.{field} needs a number for each format in formats; it has none for "
@@ -168,7 +169,7 @@ def suggest_policy(
             measured, loss_scale, trained = measure(subject, optimizer, steps)
             clock.say("compiling the trials")
             trial = Trial(subject, trained)
-            decision = _Decision(subject, measured, loss_scale, trial, tuple(formats), thresholds, clock)
+            decision = _Decision(subject, measured, loss_scale, trial, tuple(formats), limits, clock)
             first = decision.suggestion()
         return _certified(decision, first, Rehearsal(subject, optimizer, decision.in_float32().code), clock)
 

@@ -42,7 +42,7 @@ class SplitFp8State(NamedTuple):
 
     Example:
       >>> import jax.numpy as jnp, jaxmp, optax
-      >>> tx = jaxmp.fp8.split_fp8(jaxmp.fp8.update_amax(jaxmp.fp8.DelayedScaling()), optax.sgd(0.1))
+      >>> tx = split_fp8(update_amax(jaxmp.fp8.DelayedScaling()), optax.sgd(0.1))
       >>> state = tx.init({"w": jnp.ones(2), "fp8_lhs_e4m3_log2_scale": jnp.zeros(())})
       >>> type(state.fp8_scales).__name__
       'Fp8State'

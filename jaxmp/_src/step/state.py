@@ -191,10 +191,10 @@ class Fp8State(NamedTuple):
       spoiled_tensors: float32[], tensors whose amax was averaged with others or lost before the last step taken.
 
     Example:
-      >>> import jax.numpy as jnp, jaxmp
-      >>> params = {"fp8_lhs_e4m3_log2_scale": jnp.zeros(())}
-      >>> state = jaxmp.fp8.update_amax(jaxmp.fp8.DelayedScaling(amax_history_len=4)).init(params)
-      >>> [found.amax_history.shape for found in state.amax_states]
+      >>> import jax.numpy as jnp, jaxmp, optax
+      >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=jaxmp.fp8.DelayedScaling(amax_history_len=4))
+      >>> state = tx.init({"fp8_lhs_e4m3_log2_scale": jnp.zeros(())})
+      >>> [found.amax_history.shape for found in find(state, Fp8State)[0].amax_states]
       [(4, 1)]
     """
 

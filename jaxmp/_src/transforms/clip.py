@@ -147,7 +147,8 @@ def count_zeros(
     Args:
       axis_name: model-parallel axes, as for `clip_by_global_norm`.
       replicated: leaves that every shard has as a whole, or the params' `PartitionSpec`s, as for `clip_by_global_norm`.
-      padding: number of padding elements, which are always zero; they are subtracted (`jaxmp.fsdp.Layout.padding`).
+      padding: number of padding elements, which are always zero; they are subtracted (`padding` of a layout of
+        `jaxmp.fsdp.layout_of`).
 
     Returns:
       A transform with `ZeroCountState(zero_grads)`, float32, exact up to 2^24; `get_metrics` returns it.

@@ -102,11 +102,11 @@ def bits(tree):
     def without(x):
         if isinstance(x, Fp8State):
             return x._replace(**dict.fromkeys(LATER_OF_FP8))
-        if isinstance(x, jaxmp.StepState):
+        if isinstance(x, jaxmp._src.step.state.StepState):
             return x._replace(**dict.fromkeys(LATER), fp8_scales=without(x.fp8_scales))
         return x
 
-    tree = jax.tree.map(without, tree, is_leaf=lambda x: isinstance(x, jaxmp.StepState))
+    tree = jax.tree.map(without, tree, is_leaf=lambda x: isinstance(x, jaxmp._src.step.state.StepState))
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     leaves = [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
     return "\n".join(hashlib.sha256(x.tobytes()).hexdigest() for x in leaves)
