@@ -39,7 +39,9 @@ def branched(finite: Array, update: Callable[[PyTree], PyTree], old: PyTree) -> 
     return lax.cond(finite, update, lambda old: old, old)
 
 
-def by_hand(taken_if: Callable[..., PyTree] = selected) -> tuple[Callable[[PyTree], ByHandState], Step]:
+def by_hand(
+    taken_if: Callable[..., PyTree] = selected, *, clips: bool = True
+) -> tuple[Callable[[PyTree], ByHandState], Step]:
     """Unscale, clip, AdamW on masters, `selected` or `branched`, cast: only jnp and optax."""
     adamw = optax.adamw(LEARNING_RATE)
 
@@ -50,8 +52,9 @@ def by_hand(taken_if: Callable[..., PyTree] = selected) -> tuple[Callable[[PyTre
         del params  # remade from the masters
         finite = jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / state.scale, grads)
-        norm = optax.tree.norm(grads)
-        grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, MAX_NORM / (norm + 1e-6)), grads)
+        if clips:
+            norm = optax.tree.norm(grads)
+            grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, MAX_NORM / (norm + 1e-6)), grads)
 
         def update(old: tuple[PyTree, Any]) -> tuple[PyTree, Any]:
             masters, adamw_state = old

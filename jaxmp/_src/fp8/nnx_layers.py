@@ -118,7 +118,7 @@ class Fp8RaggedDot(nnx.Module):
 
 
 class Fp8Einsum(nnx.Module):
-    """An einsum in fp8 for `nnx.Einsum(..., einsum_op=jaxmp.nnx.Fp8Einsum())`.
+    """An einsum in fp8, which `to_fp8` gives to `nnx.Einsum` as its `einsum_op`.
 
     An equation that is no single GEMM is computed by `jnp.einsum`, with a `FallbackWarning`.
 

@@ -6,7 +6,7 @@ A layer that multiplies in fp8 holds three small leaves beside its weights, one 
 
 They are params, so they are saved, replicated and restored like params, but the inner optimizer never sees them. The
 "gradient" of such a leaf is the largest magnitude (*amax*) of its tensor in this step, in the form of `amax_records`,
-and `jaxmp.fp8.update_amax` computes the next scale from it. The leaf holds log2 of a power of two, an integer, in
+and `step.scales.update_amax` computes the next scale from it. The leaf holds log2 of a power of two, an integer, in
 float32: then `p + (new - p)` is always exact, so every optax loop updates the leaf exactly. (`..._scale`, without log2,
 holds a scale that need not be a power of two.)
 
