@@ -12,4 +12,3 @@ from jaxmp._src.numerics.casting import (
     saturating_cast as saturating_cast,
     stochastic_round as stochastic_round,
 )
-from jaxmp._src.numerics.reductions import computed_once as computed_once
