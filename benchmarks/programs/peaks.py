@@ -1,4 +1,4 @@
-"""17 models whose planned peak is compared with XLA's: eleven that the planner's rules are tuned on, and six others.
+"""22 models whose planned peak is compared with XLA's: eleven that the planner's rules are tuned on, and eleven others.
 
 All are written in flax.linen with a `dtype`, and trained by AdamW under bf16 or fp32; nothing is allocated.
 """
@@ -348,6 +348,106 @@ class WaveNet(nn.Module):
         return nn.Conv(64, (1,), dtype=F32)(nn.relu(total))
 
 
+class ResNet50(nn.Module):
+    """[B, H, W, 3] -> [B, 16]: 50 layers, in four stages of bottlenecks."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        x = nn.Conv(64, (7, 7), strides=2, use_bias=False, dtype=self.dtype)(x)
+        x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
+        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        for i, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
+            for j in range(blocks):
+                x = Bottleneck(width, 2 if i and not j else 1, self.dtype)(x)
+        return nn.Dense(16, dtype=F32)(x.mean((1, 2)))
+
+
+class GAN(nn.Module):
+    """[B, 64, 64, 3] -> [B, 3]: what a discriminator says of real images, and of a generator's for either loss."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        up = functools.partial(nn.ConvTranspose, kernel_size=(4, 4), strides=(2, 2), dtype=self.dtype)
+        made = nn.Dense(8 * 8 * 256, dtype=self.dtype)(x.reshape(x.shape[0], -1)[:, :128]).reshape(-1, 8, 8, 256)
+        for width in (128, 64):
+            made = nn.relu(nn.GroupNorm(num_groups=8, dtype=F32)(up(width)(made))).astype(self.dtype)
+        made = nn.tanh(up(3)(made))
+        judge = Discriminator(self.dtype)
+        return jnp.concatenate([judge(x), judge(jax.lax.stop_gradient(made)), judge(made)], -1)
+
+
+class Discriminator(nn.Module):
+    """[B, H, W, 3] -> [B, 1]."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        for width in (64, 128, 256):
+            x = nn.leaky_relu(nn.Conv(width, (4, 4), strides=2, dtype=self.dtype)(x), 0.2)
+        return nn.Dense(1, dtype=F32)(x.reshape(x.shape[0], -1))
+
+
+class Diffusion(nn.Module):
+    """[B, D] -> [B, 16]: an MLP with residuals, scaled and shifted by an embedding of the time, the first column."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        dense = functools.partial(nn.Dense, dtype=self.dtype)
+        angles = x[:, :1] * jnp.exp(jnp.linspace(0.0, 8.0, 128))
+        time = nn.silu(dense(512)(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)))
+        x = dense(512)(x)
+        for _ in range(4):
+            scale, shift = jnp.split(dense(1024)(time), 2, -1)
+            h = nn.LayerNorm(dtype=F32)(x).astype(self.dtype) * (1 + scale) + shift
+            x = x + dense(512)(nn.silu(dense(2048)(h)))
+        return nn.Dense(16, dtype=F32)(x)
+
+
+class Conv1d(nn.Module):
+    """[B, T, C] -> [B, 16]: convolutions over time, with strides."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        for width in (64, 128, 256, 256):
+            x = nn.Conv(width, (9,), strides=2, dtype=self.dtype)(x)
+            x = nn.gelu(nn.GroupNorm(num_groups=8, dtype=F32)(x)).astype(self.dtype)
+            x = nn.gelu(nn.Conv(width, (3,), dtype=self.dtype)(x))
+        return nn.Dense(16, dtype=F32)(x.mean(1))
+
+
+class Mamba(nn.Module):
+    """int32 [B, T] -> [B, T, V]: gated state spaces whose decay depends on the input, by an associative scan."""
+
+    dtype: Any
+    width: int = 256
+    states: int = 8
+
+    @nn.compact
+    def __call__(self, tokens: Array) -> Array:
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
+        x = nn.Embed(4096, self.width, dtype=self.dtype)(tokens)
+        for i in range(3):
+            u, gate = jnp.split(dense(4 * self.width)(nn.RMSNorm(dtype=F32)(x).astype(self.dtype)), 2, -1)
+            wide = u.shape[-1]
+            u = nn.silu(nn.Conv(wide, (4,), padding="CAUSAL", feature_group_count=wide, dtype=self.dtype)(u))
+            step = nn.softplus(nn.Dense(wide, dtype=F32)(u))[..., None]
+            come, go = jnp.split(dense(2 * self.states)(u).astype(F32)[:, :, None], 2, -1)
+            rates = self.param(f"rates_{i}", nn.initializers.ones, (wide, self.states))
+            decays, inputs = jnp.exp(-step * jnp.exp(rates.astype(F32))), step * come * u[..., None].astype(F32)
+            _, h = jax.lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (decays, inputs), axis=1)
+            x = x + dense(self.width)(jnp.sum(h * go, -1).astype(self.dtype) * nn.silu(gate))
+        return dense(4096)(nn.RMSNorm(dtype=F32)(x)).astype(F32)
+
+
 def case(name: str, precision: str, model: Callable[[Any], nn.Module], x: Any, labels: Any, **kwargs: Any) -> Case:
     """A step of AdamW on the mean cross-entropy."""
     policy = jaxmp.get_policy(precision)
@@ -388,6 +488,11 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield OTHERS, make("VGG", model=VGG, x=images, labels=labels)
         yield TUNED, make("ConvNeXt", model=ConvNeXt, x=images, labels=labels)
         yield OTHERS, make("Llama, 4 blocks", model=Llama, x=words, labels=words)
+        yield OTHERS, make("ResNet-50", model=ResNet50, x=images, labels=labels)
+        yield OTHERS, make("GAN", model=GAN, x=jax.ShapeDtypeStruct((128, 64, 64, 3), F32), labels=i32((128,)))
+        yield OTHERS, make("diffusion, MLP", model=Diffusion, x=rows, labels=i32((8192,)))
+        yield OTHERS, make("convolutions over time", model=Conv1d, x=waves, labels=i32((16,)))
+        yield OTHERS, make("Mamba, 3 blocks", model=Mamba, x=i32((4, 512)), labels=i32((4, 512)))
         if precision == "fp32":
             continue
         yield TUNED, make("LSTM, 2 layers", model=LSTM, x=sequences, labels=i32((64,)))

@@ -345,6 +345,21 @@ def test_one_process_at_a_time_saves_into_a_directory(tmp_path):
             checkpoint.save(other, 3, params=params, opt_state=())
 
 
+def test_a_manager_that_only_reads_refuses_to_save_and_to_delete(tmp_path):
+    """It took the lock of the writer, or met it; and Orbax's own save did nothing, and said nothing."""
+    params = {"w": jnp.ones(3)}
+    with checkpoint.manager(tmp_path) as manager:
+        checkpoint.save(manager, 1, params=params, opt_state=())
+    refused = pytest.raises(ValueError, match="read_only=True neither saves nor deletes; got .*without read_only=")
+    with checkpoint.manager(tmp_path, read_only=True) as reader:
+        with refused:
+            checkpoint.save(reader, 2, params=params, opt_state=())
+        with refused:
+            reader.delete(1)
+        assert holds(tmp_path) == "free"
+        assert checkpoint.restore(reader, None, params=params).step == 1
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_fork_does_not_keep_the_lock_of_its_parent(tmp_path):
     """As a worker that loads data, and outlives the job."""

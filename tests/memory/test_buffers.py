@@ -191,6 +191,21 @@ def test_a_pad_is_one_buffer_however_often_it_is_written():
     assert scratch(0, 0) == VALUE
 
 
+def test_what_is_computed_twice_is_computed_once():
+    """As XLA does: a discriminator judges a made image for its own loss and, through a stop_gradient, for the other."""
+
+    def kept(second):
+        def loss(w, x):
+            return jnp.sum(jnp.sin(x @ w) ** 2) + jnp.sum(jnp.cos(second(x) @ w) ** 2)
+
+        return usage(jax.value_and_grad(loss), W, X).kept / VALUE
+
+    assert kept(lambda x: x) == kept(lax.stop_gradient) == 1  # x @ w
+    assert kept(lambda x: x + 1) == 3  # both products, and an operand
+    again = jax.checkpoint(lambda x, w: jnp.sin(jnp.sin(x @ w) @ w))
+    assert usage(jax.value_and_grad(lambda w, x: jnp.sum(again(x, w))), W, X).peak >= 3 * VALUE  # it computes again
+
+
 def test_what_a_checkpoint_pads_again_is_padded_again():
     def f(x, w):
         return jnp.sum(jnp.pad(jnp.sin(x), ((1, 1), (0, 0))) @ w)

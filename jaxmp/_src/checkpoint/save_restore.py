@@ -144,10 +144,10 @@ def save(
 
     Raises:
       ValueError: a name in `extra` that is already used; names that nothing can tell apart; a leaf that is no array and
-        no number, or was deleted (donated), or metadata that JSON cannot hold, by path; a manager that is closed;
-        another process that saves into this directory; a step that is not newer than all saved steps. To continue from
-        an earlier step, delete the later ones first, with `manager.delete(step)`. All of these are raised before
-        anything is written.
+        no number, or was deleted (donated), or metadata that JSON cannot hold, by path; a manager that is closed, or
+        that only reads; another process that saves into this directory; a step that is not newer than all saved steps.
+        To continue from an earlier step, delete the later ones first, with `manager.delete(step)`. All of these are
+        raised before anything is written.
 
     Example:
       >>> import jaxmp, tempfile

@@ -46,13 +46,23 @@ def manager_class() -> Any:
     class Manager(ocp.CheckpointManager):
         """Orbax's manager, as the only process that writes into its directory."""
 
+        _reads_only = False
         _lock: "_Lock | None" = None
         _is_closed = False
         _is_in_with = False
         _until_closed: list[Any] | None = None  # the manager itself, for the end of the program
 
+        def __init__(self, *args: Any, options: Any = None, **kwargs: Any) -> None:
+            self._reads_only = options is not None and options.read_only
+            super().__init__(*args, options=options, **kwargs)
+
         def hold(self) -> None:
             """Takes the lock of the directory; a ValueError if another process has it, or if nothing can be saved."""
+            if self._reads_only:
+                raise ValueError(
+                    f"a manager with read_only=True neither saves nor deletes; got a save or a deletion in "
+                    f"{self.directory}. Make the manager of the run that writes without read_only=."
+                )
             if not threading.main_thread().is_alive():
                 raise ValueError(
                     f"steps are saved while the main thread runs, as Python ends the threads of Orbax with it; got a "

@@ -25,6 +25,8 @@ from jaxmp._src.distributed import gathered_params
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting, few_bytes
 
+OF_ALL = -1  # in place of a device
+
 
 class UnsentState(NamedTuple):
     """State of `reduce_gradients(wire_dtype=)`.
@@ -33,7 +35,8 @@ class UnsentState(NamedTuple):
       unsent: for each device the part of its gradients that was not sent yet: float32[devices, *shape of the param],
         and `optax.MaskedNode()` for small params.
       unsent_of: int32[devices], the device that each part belongs to. A part that comes to another device (a state that
-        was unreplicated and replicated) is dropped there, so that it is never counted twice.
+        was unreplicated and replicated) is dropped there, so that it is never counted twice. -1: it belongs to every
+        device, as the only device's, of which the mean over more devices is the part itself.
 
     Example:
       >>> import jaxmp
@@ -155,7 +158,7 @@ def _in_few_bytes(
         gathered_params.check_mean(updates, (axis,))
         here = lax.axis_index(axis)
         (unsent,), (owner,) = state.unsent.by_axis.values(), state.unsent_of.by_axis.values()
-        is_own = jnp.all(owner == here)
+        is_own = jnp.all((owner == here) | (owner == OF_ALL))
 
         def reduce(path: str, g: Any, e: Any) -> tuple[Any, Any]:
             if isinstance(e, optax.MaskedNode):
@@ -169,7 +172,7 @@ def _in_few_bytes(
         with jax.named_scope("jaxmp.reduce_gradients"):
             pairs = [reduce(tree_paths.path_str(path), g, e) for (path, g), e in zip(leaves, of_leaves, strict=True)]
         grads, unsent = (treedef.unflatten(found) for found in zip(*pairs, strict=True)) if pairs else (updates, unsent)
-        owners = jnp.full_like(owner, here)
+        owners = jnp.full_like(owner, OF_ALL if lax.axis_size(axis) == 1 else here)
         return grads, UnsentState(PerDevice({axis: unsent}), PerDevice({axis: owners}))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -15,6 +15,8 @@ value would be recomputed from. So x + f(x) is a buffer if four kernels read it,
 its input. XLA's fusion decides in this way. Of the costly functions, XLA keeps tanh and erf, and recomputes the sigmoid
 of a silu.
 
+Equal equations are one: XLA computes them once, except across a rematerialization.
+
 Some buffers are in no equation. A convolution whose padding is unequal reads a padded copy, and so does a matmul whose
 sum XLA splits into parts, if these are not aligned. A max pool keeps for its gradient the coordinates of its maxima, or
 its operand.
@@ -40,6 +42,7 @@ from jaxmp._src.programs import jaxprs
 
 _MATMULS = jaxprs.MATMULS | jaxprs.RAGGED_MATMULS | {"scaled_dot"}
 _VIEWS = jaxprs.REARRANGES | jaxprs.HANDS_ON  # the same bytes, or read as such
+_SAYS = jaxprs.HANDS_ON | {"stop_gradient"}
 _LIGHT = frozenset({"convert_element_type", "max", "min", "neg", "abs"})  # a matmul does these as it reads
 _COSTLY = frozenset({"tanh", "erf", "erfc"})  # XLA does not compute these again for each reader
 _BODIES = jaxprs.CONTROL_FLOW | {"shard_map"}
@@ -92,7 +95,8 @@ class _Program:
         self.sizes: list[int] = []
         self.ops: list[_Op] = []
         self._copies: dict[tuple[Any, ...], int] = {}  # padded, for convolutions and the gradients of their kernels
-        self._pads: dict[tuple[Any, ...], int] = {}  # XLA computes equal ones once
+        self._pads: dict[tuple[Any, ...], int] = {}  # XLA computes equal ones once ...
+        self._known: dict[Any, list[int]] = {}  # ... as all equations that are equal
         self._pools: dict[tuple[Any, ...], tuple[int, ...]] = {}  # what each keeps for its gradient
         inside, _ = jaxprs.open_jaxpr(jaxpr)
         names: dict[Any, int | None] = {v: self._new(v.aval) for v in (*inside.constvars, *inside.invars)}
@@ -128,6 +132,7 @@ class _Program:
                 ((called, _),) = jaxprs.functions_of(eqn)
                 if eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True):
                     self._pads.clear()  # ... except across a rematerialization
+                    self._known.clear()
                     known = tuple(r for r in reads if r is not None)
                     self.ops.append(_Op(eqn, name, known, (), is_barrier=True))
                 inner: dict[Any, int | None] = dict.fromkeys(called.constvars)
@@ -141,10 +146,19 @@ class _Program:
                 continue
             if name == "name":
                 name = {fsdp.GATHERED: _GATHERS, fsdp.PART: _CUTS}.get(eqn.params["name"], name)
+            if name in _SAYS and reads[0] is not None:  # the value itself
+                names[eqn.outvars[0]] = reads[0]
+                continue
             avals = [v.aval for v in eqn.outvars]
             if name == "shard_map":  # the part of its results on one device
                 avals = [v.aval for v in jaxprs.functions_of(eqn)[0][0].outvars]
+            key = _equation_key(eqn, reads)
+            if key in self._known:
+                names |= dict(zip(eqn.outvars, self._known[key], strict=True))
+                continue
             written = [self._new(aval) for aval in avals]
+            if key is not None:
+                self._known[key] = written
             names |= dict(zip(eqn.outvars, written, strict=True))
             self.ops.append(_Op(eqn, name, tuple(r for r in reads if r is not None), tuple(written)))
 
@@ -441,6 +455,19 @@ def _workspace(op: _Op) -> int:
     if op.name != "dot_general":
         return 0
     return _OF_CUBLAS if all(str(v.aval.dtype).startswith("float8") for v in op.eqn.invars) else 0
+
+
+def _equation_key(eqn: Any, reads: Sequence[int | None]) -> Any:
+    """What two equations have in common that compute the same; None if it cannot be said, or if they have effects."""
+    if eqn.effects or eqn.primitive.name in _BODIES | _KERNELS | {"name", "optimization_barrier"}:
+        return None
+    numbers = tuple((i, v.aval.dtype, str(v.val)) for i, v in enumerate(eqn.invars) if _is_literal(v))
+    key = (eqn.primitive, tuple(reads), numbers, tuple(sorted(eqn.params.items(), key=lambda item: item[0])))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def _is_literal(v: Any) -> bool:

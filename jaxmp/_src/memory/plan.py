@@ -24,7 +24,13 @@ from jaxmp._src.devices import shardings
 from jaxmp._src.distributed import fsdp
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.guard import argument_kinds, compute_dtypes
-from jaxmp._src.memory import buffers, bytes_per_device, measured as measured_lib, overview as overview_lib
+from jaxmp._src.memory import (
+    buffers,
+    bytes_per_device,
+    compiled as compiled_lib,
+    measured as measured_lib,
+    overview as overview_lib,
+)
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import jaxprs
 from jaxmp._src.step import (
@@ -35,10 +41,16 @@ from jaxmp._src.step import (
 from jaxmp._src.step.optimizers import as_transformation
 from jaxmp._src.step.policy import Policy, get_policy
 
+# XLA's scratch memory beside the plan's: on every step that was compiled for an H100 (benchmarks/results/h100_peaks*).
+_LEAST, _MOST = 0.7, 1.45
 _OF_GPUS = (
-    "(activations, temporaries and peak as XLA compiles for GPUs; what it keeps on a CPU is not known.\n"
-    " XLA's own peak was 0.84 to 1.05 of the plan's on steps compiled for an H100. Not counted: workspaces of cuBLAS\n"
-    " and cuDNN, fragmentation, and CUDA's context of about 0.5 GB)"
+    "(activations, temporaries and peak are a model of XLA for GPUs, and no model of it for CPUs. XLA's peak lay from\n"
+    " `at least` to `at most` on all steps compiled for an H100; compiled=True gives XLA's own peak for your device.\n"
+    " Not counted: workspaces of cuBLAS and cuDNN, fragmentation, and CUDA's context of about 0.5 GB)"
+)
+_COMPILED = (
+    "(peak of {heading} as XLA compiled the step for {device}; its temporaries are all else at the peak: activations\n"
+    " too. Not counted: fragmentation, and the context of a GPU, about 0.5 GB)"
 )
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -59,6 +71,8 @@ class Plan:
         that read them; a compiler without fusion would store all of them. None without a loss.
       peak: the largest use of the step: gradients are written while activations are freed. Without a loss, all parts
         except activations.
+      compiled_for: the kind of device that `compiled=True` compiled the step for. Then `peak` is XLA's own, and
+        `temporaries` is the rest of it, beside stored arrays, batch and gradients. None: nothing was compiled.
       num_params: P, the parameters of the whole model, without fp8 scales.
       num_devices: devices of the mesh.
 
@@ -80,6 +94,20 @@ class Plan:
     peak: int
     num_params: int
     num_devices: int = 1
+    compiled_for: str | None = None
+
+    @property
+    def peak_range(self) -> tuple[int, int]:
+        """(the least, the most) that the peak may be: XLA's decisions differ from step to step and with its version.
+
+        Stored arrays and the batch are exact. For the rest, XLA for an H100 was within this range on all steps that
+        were compiled for the comparison. Both numbers are `peak` if nothing is uncertain: without a loss, and with
+        `compiled=True`.
+        """
+        if self.compiled_for is not None or self.activations is None:
+            return self.peak, self.peak
+        exact = self.stored + self.batch
+        return exact + math.floor(_LEAST * (self.peak - exact)), exact + math.ceil(_MOST * (self.peak - exact))
 
     @property
     def stored(self) -> int:
@@ -135,8 +163,12 @@ def plan(
     mesh: bytes_per_device.AnyMesh | None = None,
     specs: PyTree | None = None,
     data_axes: str | Sequence[str] | None = None,
+    compiled: bool = False,
 ) -> Plan:
     """Counts the bytes that a training step uses on one device, from shapes alone.
+
+    Params, state, batch and gradients are exact. Activations and the peak are a model of XLA for GPUs, whose own peak
+    lies in `Plan.peak_range`. With `compiled=True` XLA compiles the step, and the peak is exact.
 
     Args:
       params: the model's float32 params that `optimizer.init` gets: arrays or `jax.ShapeDtypeStruct`s
@@ -159,6 +191,9 @@ def plan(
         Masters, moments and gradients are split like their params. Params that are split over an axis of `data_axes`
         (FSDP) count as whole, in addition, while the loss uses them: from `jaxmp.fsdp.gather`, or from the start.
       data_axes: axes of `mesh` over which the batch's leading axis is split; `()` for none.
+      compiled: whether to compile the step (`jaxmp.value_and_grad`, `jaxmp.apply_gradients`, under `jax.jit`, with
+        params and state donated), which takes seconds to minutes, and to take the peak from XLA. It is compiled for the
+        devices of `mesh`, real or described (`jax.experimental.topologies`); without a mesh, for the default device.
 
     Returns:
       A `Plan`.
@@ -166,7 +201,8 @@ def plan(
     Raises:
       TypeError: a policy, optimizer, mesh or batch of the wrong type; params that are not arrays, named by path.
       ValueError: specs that do not match the params or name an axis that the mesh does not have, by path; a batch that
-        the data axes or `accumulate` do not divide, by path; a mesh and a batch without `data_axes`.
+        the data axes or `accumulate` do not divide, by path; a mesh and a batch without `data_axes`; `compiled=True`
+        without a loss, on an AbstractMesh, or with a loss that calls `jaxmp.fsdp.gather` (its step is a shard_map).
 
     Example:
       >>> import jaxmp
@@ -213,13 +249,15 @@ def plan(
         )
 
     owners = {keystr(path): (x, splits[tree_paths.path_str(path)]) for path, x in tree_leaves_with_path(shapes)}
-    jaxpr, grads, others = None, jax.tree.map(_gradient_like, stored), 0
+    jaxpr, grads, others, taken = None, jax.tree.map(_gradient_like, stored), 0, None
+    gathers = False
     if loss_fn is not None:
-        jaxpr, grads, others = _trace(loss_fn, has_aux, policy, stored, opt_state, microbatch)
+        jaxpr, grads, others, taken = _trace(loss_fn, has_aux, policy, stored, opt_state, microbatch)
         cut = {path for path, spec in splits.items() if _is_cut_as_batch(spec, data_axes)}
-        if cut and not _gathers(jaxpr):
+        gathers = _gathers(jaxpr)
+        if cut and not gathers:
             run = _gathering(loss_fn, cut)
-            jaxpr, grads, others = _trace(run, has_aux, policy, stored, opt_state, microbatch)
+            jaxpr, grads, others, _ = _trace(run, has_aux, policy, stored, opt_state, microbatch)
     split_grads = [
         bytes_per_device.of_array(x, splits[path], mesh) for path, x in tree_paths.leaves_by_path(grads).items()
     ]
@@ -228,7 +266,7 @@ def plan(
     masters = sum(of_state(found.master_params) for found in states.with_masters(opt_state))
     param_bytes, state_bytes = of_params(stored), of_state(opt_state)
     batch_bytes = sum(map(buffers.nbytes, jax.tree.leaves(part)))
-    return Plan(
+    found = Plan(
         params=param_bytes,
         masters=masters,
         optimizer=state_bytes - masters,
@@ -241,6 +279,26 @@ def plan(
         num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(scale_leaves.partition(shapes)[1])),
         num_devices=1 if mesh is None else mesh.size,
     )
+    if not compiled:
+        return found
+    if loss_fn is None or gathers:
+        got = "no loss_fn" if loss_fn is None else "one that calls jaxmp.fsdp.gather, which belongs into a shard_map"
+        raise ValueError(
+            f"compiled=True compiles the step of a loss_fn under plain jax.jit; got {got}. Compile a step of your own "
+            "with jax.jit(step, donate_argnums=...).lower(...).compile().memory_analysis()."
+        )
+    rows = _batch_places(batch, batch_argnums)
+    step = compiled_lib.Step(loss_fn, has_aux, taken, optimizer, k, rows)
+    by_xla = compiled_lib.compiled(
+        step, (stored, opt_state, _part(batch, batch_argnums, 1, 1)), splits, data_axes, mesh
+    )
+    return dataclasses.replace(
+        found,
+        activations=None,
+        temporaries=max(by_xla.peak - found.stored - found.batch - found.gradients, 0),
+        peak=by_xla.peak,
+        compiled_for=by_xla.device,
+    )
 
 
 def table(plans: Mapping[str, Plan]) -> str:
@@ -250,8 +308,8 @@ def table(plans: Mapping[str, Plan]) -> str:
       plans: plans by the heading of their column.
 
     Returns:
-      The table. If activations were counted, lines below say that they are those of a GPU, how far XLA was from such
-      plans, and what is not counted.
+      The table. If activations were counted, it has the range of the peak (`Plan.peak_range`), and lines below say that
+      they are those of a GPU, and what is not counted.
 
     Example:
       >>> model = {"kernel": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
@@ -271,11 +329,16 @@ def table(plans: Mapping[str, Plan]) -> str:
     names = ["params", "masters", "optimizer", "batch", "gradients", "activations", "temporaries", "total", "peak"]
     names = [name for name in names if any(getattr(p, name) is not None for p in columns)]
     rows = [["", *plans], *([name, *(_readable(getattr(p, name)) for p in columns)] for name in names)]
+    ranges = [p.peak_range for p in columns]
+    if any(least < most for least, most in ranges):
+        rows += [[name, *(_readable(x[i]) for x in ranges)] for i, name in enumerate(("  at least", "  at most"))]
     rows.append(["P", *(_readable(p.num_params, ("", " K", " M", " G", " T"), "") for p in columns)])
     each = [(p.stored + p.gradients) * p.num_devices / max(p.num_params, 1) for p in columns]
     rows.append(["bytes a parameter", *(f"{b:.2f}" for b in each)])
-    found = tables.columns(rows, gap=3)
-    return found if all(p.activations is None for p in columns) else f"{found}\n{_OF_GPUS}"
+    told = [tables.columns(rows, gap=3)]
+    told += [] if all(p.activations is None for p in columns) else [_OF_GPUS]
+    told += [_COMPILED.format(heading=name, device=p.compiled_for) for name, p in plans.items() if p.compiled_for]
+    return "\n".join(told)
 
 
 def overview(num_params: float) -> dict[str, Plan]:
@@ -309,8 +372,13 @@ def _trace(
     params: PyTree,
     opt_state: Any,
     batch: tuple[Any, ...],
-) -> tuple[Any, PyTree, int]:
-    """(program of the loss and its gradients, the gradients' shapes, the number of outputs before the gradients)."""
+) -> tuple[Any, PyTree, int, Policy | None]:
+    """The program of the loss and its gradients, and what it has.
+
+    Returns:
+      (program, the gradients' shapes, the number of outputs before them, the policy in which the loss runs; None: as it
+      is written).
+    """
 
     def traced(policy: Policy | None) -> tuple[Any, Any]:
         def run(params: PyTree, opt_state: Any, *batch: Any) -> Any:
@@ -327,7 +395,8 @@ def _trace(
     # Not `found.fp8`: kernels that are stored in fp8 are read in every program.
     if misses_low or (policy.recipe is not None and not jaxprs.makes_fp8(jaxpr)):
         jaxpr, (first, grads) = traced(policy)
-    return jaxpr, grads, len(jax.tree.leaves(first))
+        return jaxpr, grads, len(jax.tree.leaves(first)), policy
+    return jaxpr, grads, len(jax.tree.leaves(first)), None
 
 
 def _is_cut_as_batch(spec: PartitionSpec, data_axes: str | Sequence[str] | None) -> bool:
@@ -407,9 +476,7 @@ def _part(batch: Any, argnums: int | Sequence[int] | None, ways: int, k: int) ->
             f"(x,) for a single argument."
         )
 
-    places = (
-        range(len(batch)) if argnums is None else microbatches.resolve_argnums(argnums, len(batch), "batch_argnums")
-    )
+    places = _batch_places(batch, argnums)
 
     def cut(path: str, x: Any) -> Any:
         x = x if isinstance(x, jax.ShapeDtypeStruct) else jax.eval_shape(lambda: x)
@@ -424,6 +491,13 @@ def _part(batch: Any, argnums: int | Sequence[int] | None, ways: int, k: int) ->
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
     return tree_paths.map_with_path(cut, batch)
+
+
+def _batch_places(batch: tuple[Any, ...], argnums: int | Sequence[int] | None) -> Sequence[int]:
+    """The entries of the batch that are cut."""
+    if argnums is None:
+        return range(len(batch))
+    return microbatches.resolve_argnums(argnums, len(batch), "batch_argnums")
 
 
 def _readable(n: int | None, units: Sequence[str] = _UNITS, none: str = "-") -> str:
