@@ -100,6 +100,8 @@ def manager(directory: Any, *, max_to_keep: int | None = 3, save_interval_steps:
     """
     ocp = orbax.package()
     chosen = {"max_to_keep": max_to_keep, "save_interval_steps": save_interval_steps}
+    if options.get("read_only"):  # Orbax warns of each of these that it sets itself
+        chosen = {"max_to_keep": None, "save_interval_steps": 0, "create": False}
     place = places.folder(directory)
     if places.is_local(place):
         chosen |= {"temporary_path_class": writer.durable_path()}
