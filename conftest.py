@@ -119,7 +119,7 @@ def _values(case: pytest.Item) -> set[tuple[str, int]]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[object]:
     """Compiles without LLVM's optimizations, in fixtures too; with them for tests marked `optimized`.
 
     `JAXMP_TEST_OPTIMIZED=1` compiles all tests with them, `JAXMP_TEST_OPTIMIZED=0` none.
@@ -129,4 +129,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     of_all = os.environ.get("JAXMP_TEST_OPTIMIZED")
     optimized = of_all == "1" if of_all else item.get_closest_marker("optimized") is not None
     jax.config.update("jax_disable_most_optimizations", not optimized)
-    return (yield)
+    ran = yield
+    if nextitem is not None and nextitem.path != item.path:
+        # What a file leaves in the caches of jax stays: a later `gc.collect()`, of a test or of jaxmp, walked through
+        # all of it, which took more than a second.
+        gc.collect()
+        gc.freeze()
+    return ran
