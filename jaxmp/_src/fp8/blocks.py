@@ -102,9 +102,10 @@ class _Fp8Blocks(BlockRecipe):
           ValueError: `x` has no such axis.
 
         Example:
-          >>> BlockScaling().quantize(jnp.ones((200, 300)), axis=(-2, -1)).scale_inv.shape
+          >>> import jax
+          >>> jax.eval_shape(lambda: BlockScaling().quantize(jnp.ones((200, 300)), axis=(-2, -1))).scale_inv.shape
           (2, 3)
-          >>> MXFP8().quantize(jnp.ones((8, 64, 16)), axis=1).scale_inv.shape
+          >>> jax.eval_shape(lambda: MXFP8().quantize(jnp.ones((8, 64, 16)), axis=1)).scale_inv.shape
           (8, 2, 16)
         """
         blocked = block_shapes.blocked_axes(x, axis)

@@ -156,7 +156,8 @@ class NVFP4(BlockRecipe):
           ValueError: `x` has no such axis.
 
         Example:
-          >>> [t.shape for t in NVFP4().quantize(jnp.ones((32, 64)), axis=(-2, -1))]
+          >>> shapes = jax.eval_shape(lambda: NVFP4().quantize(jnp.ones((32, 64)), axis=(-2, -1)))
+          >>> [t.shape for t in shapes]
           [(32, 64), (2, 4), ()]
         """
         blocked = block_shapes.blocked_axes(x, axis)
