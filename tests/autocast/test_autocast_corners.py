@@ -571,6 +571,7 @@ CALLS: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough(6)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_number_of_python_as_an_operand_of_a_call(number: str, call: str) -> None:
@@ -609,6 +610,7 @@ CLOSURES: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("closure", CLOSURES)
 def test_nothing_holds_the_arrays_of_a_function_that_is_gone(closure: str) -> None:
     w = W + 1

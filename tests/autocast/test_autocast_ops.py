@@ -347,7 +347,7 @@ def test_every_recorded_operation_has_a_counterpart():
     assert all(names.keys() <= OPS.keys() for names in DEVIATIONS.values())
 
 
-@pytest.mark.thorough(100)
+@pytest.mark.thorough(50)
 @pytest.mark.parametrize("where", DEVIATIONS)
 @pytest.mark.parametrize("name", COUNTERPARTS)
 def test_the_dtype_is_torchs(name, where):

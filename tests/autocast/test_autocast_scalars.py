@@ -68,7 +68,7 @@ def test_a_computed_scalar_takes_part_in_float32(case: str, dtype: Any) -> None:
     assert np.all(np.abs(np.asarray(out, np.float64) - expected) <= ulps * unit)
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16"])
 def test_inside_and_outside_of_transformations(around: str, dtype: Any) -> None:
@@ -97,6 +97,7 @@ def test_the_gradient_of_a_scalar_is_summed_in_float32(dtype: Any) -> None:
     assert_exact(grad, np.float32(4096))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16"])
 def test_constants_take_part_in_float32(dtype: Any) -> None:
     x = jnp.asarray(LARGE[:64], dtype)
@@ -153,6 +154,7 @@ OBJECTIVES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_solver_in_float16_stays_finite(objective: str) -> None:
     f = OBJECTIVES[objective]

@@ -328,7 +328,7 @@ def doubled(x):
 doubled.defvjp(lambda x: (doubled_in_16_bits(x), None), lambda _, g: (doubled_in_16_bits(g),))
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("params", [F32, BF16])
 def test_a_kernel_for_16_bits(dtype, params):

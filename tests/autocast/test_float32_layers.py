@@ -107,7 +107,7 @@ def told(fn: Any, *args: Any) -> list[str]:
 # The rule
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("step", [linen_step, nnx_step])
 def test_it_runs_as_a_layer_without_a_dtype(step, policy):
