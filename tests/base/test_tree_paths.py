@@ -199,7 +199,7 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_every_argument_speaks_the_language(argument):
     for pattern, expected in CHOICES:
