@@ -186,6 +186,7 @@ def test_any_optax_transform_may_be_in_the_train_state():
     assert_exact((state.params["w"], state.step, state.loss_scale), (np.zeros(2, F32), np.int32(1), F32(1.0)))
 
 
+@pytest.mark.thorough(0)
 def test_dropout_keys_are_split_over_microbatches():
     model = Net(rate=0.5)
     params, batch_stats = POLICY.cast_to_param(variables()["params"]), variables()["batch_stats"]

@@ -88,6 +88,7 @@ def made(policy, **options):
     return jaxmp.linen.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), policy=policy, **options)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["fp16", "bf16"])
 def test_it_is_told_without_jit_too(policy):
     state = made(policy)
@@ -169,6 +170,7 @@ def trained(model, optimizer):
     return losses, nnx.state(model)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["bf16", "fp8"])
 def test_of_an_nnx_optimizer(policy):
     """With fp8 it puts the layers into fp8 first, as `to_fp8` before it would."""
@@ -181,6 +183,7 @@ def test_of_an_nnx_optimizer(policy):
     assert (len(jaxmp.fp8.get_scales(nnx.as_pure(nnx.state(once)))) > 0) == (policy == "fp8")
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("k", [1, 2])
 def test_rngs_are_an_argument_of_the_loss(k):
     """Their counts move, through the microbatches too, also where the model shares them."""
