@@ -32,6 +32,7 @@ def unpacked(form, name, tmp_path):
     return tmp_path / name, (tmp_path / name / "bits").read_text()
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", ["plain", "fp8"])
 def test_a_kept_checkpoint_comes_back_bit_for_bit(form, name, tmp_path):
@@ -56,6 +57,7 @@ def test_kept_modules_come_back_bit_for_bit(form, tmp_path):
     assert jobs.bits(jobs.values_of_modules(job)) == bits
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("word", ["master_params", "amax_states", "guarded", "optimizer_state", "mu", "scaling"])
 def test_a_record_without_a_format_is_read_by_names(word, tmp_path):
     """What an older jaxmp saved of a layer that is called as a field, and could not restore."""

@@ -80,6 +80,7 @@ def assert_all_is_back(params, **kwargs):
     assert jax.tree.structure(after) == jax.tree.structure(before)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "word", ["master_params", "amax_states", "guarded", "optimizer_state", "fp8_scales", "scaling"]
 )

@@ -162,7 +162,7 @@ def values(moment, shape, name, dtype):
     return (np.sign(codes) * np.abs(codes / top) ** power * scales)[tuple(map(slice, shape))]
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=["int8", "fp8"])
 @pytest.mark.parametrize(
     ("shape", "axis", "old", "new"),
@@ -303,7 +303,7 @@ def test_a_leaf_whose_name_ends_as_that_of_a_padded_one_keeps_its_shape(tmp_path
 
 # Without layout=: the record knows what is padding, and the shardings of params= for how many devices it is now.
 
-ORDERS = [(8, 3, 1, 6, 2, 4, 8), (1, 8, 2, 3, 4, 6, 1), (3, 8, 6, 4)]
+ORDERS = [(8, 3, 1, 8), (8, 3, 1, 6, 2, 4, 8), (1, 8, 2, 3, 4, 6, 1), (3, 8, 6, 4)]
 
 
 def on(devices, tree, layout):
@@ -377,7 +377,7 @@ def test_every_kind_of_state_moves_between_numbers_of_devices(kind, tmp_path):
     expected = jax.tree.map(np.asarray, (params, opt_state))
     layout = layout_of(1, params32)
     held = on(1, params, layout), fsdp.pad(opt_state, layout)
-    for devices in (8, 3, 6, 2, 4, 1):
+    for devices in (8, 3, 1):
         with checkpoint.manager(tmp_path / str(devices)) as steps:
             checkpoint.save(steps, 0, params=held[0], opt_state=held[1], layout=layout)
             layout = layout_of(devices, params32)
@@ -412,7 +412,7 @@ def test_a_larger_model_is_no_padding(saved_on_8, rows):
         checkpoint.restore(saved_on_8, TX, params=like)
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("devices", [1, 3, 8])
 def test_moments_in_8_bits_move_without_a_layout(devices, tmp_path):
     params = {"w": jnp.asarray(RNG.normal(size=(200, 128)), jnp.float32)}
