@@ -313,6 +313,7 @@ def test_cut_inside_a_node_and_eight_bits_between_nodes():
     np.testing.assert_allclose(losses[True], losses[False], rtol=0.01)
 
 
+@pytest.mark.thorough(0)
 def test_a_job_goes_on_bit_for_bit_from_its_checkpoint(tmp_path):
     params = {key: jnp.zeros(shape) for key, shape in PARAMS.items()}
     opt_state, step = plain_job("shard_map")
