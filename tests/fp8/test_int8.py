@@ -20,6 +20,7 @@ def _normal(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_row_is_cast_as_numpy_casts_it(axis):
     x = _normal(37, 21) * np.logspace(-30, 30, 37, dtype=np.float32)[:, None]
@@ -31,6 +32,7 @@ def test_a_row_is_cast_as_numpy_casts_it(axis):
     assert_within_ulps(scale_inv, expected_scale, 1)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_row_that_is_not_finite_has_a_factor_of_nan(bad):
     x = _normal(4, 8)
@@ -126,6 +128,7 @@ def _way(name, recipe):
     return lambda w, x: fp8.einsum("bk,kn->bn", x, w, recipe=recipe), w
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("way", ["linen", "nnx", "autocast", "gated", "einsum"])
 def test_every_way_in_takes_it(way):
     apply, params = _way(way, fp8.Int8())
@@ -136,6 +139,7 @@ def test_every_way_in_takes_it(way):
     assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(grads) if g.ndim == 2)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("around", ["jit", "vmap", "scan", "remat"])
 def test_it_goes_through_transformations(around):
     xs, w = jnp.asarray(_normal(3, 8, 32)), jnp.asarray(_normal(32, 16, seed=1))

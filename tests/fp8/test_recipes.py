@@ -76,7 +76,7 @@ def run_all(key) -> dict[str, AmaxState]:
 # TransformerEngine
 
 
-@pytest.mark.thorough(16)
+@pytest.mark.thorough(8)
 @pytest.mark.parametrize("case", FUSED["cases"], ids=name_of)
 def test_te_semantics_are_the_fused_bulk_update(case):
     trace = run_all(recipe_of(case))[case["name"]]
@@ -91,7 +91,7 @@ def test_te_semantics_are_the_fused_bulk_update(case):
 ALIKE = [case for case in TE_JAX["cases"] if case["equal_to_fused_bulk"]]
 
 
-@pytest.mark.thorough(14)
+@pytest.mark.thorough(7)
 @pytest.mark.parametrize("case", ALIKE, ids=name_of)
 def test_te_semantics_are_those_of_te_jax(case):
     (fused,) = [fused for fused in FUSED["cases"] if fused["name"] == case["name"]]
@@ -118,7 +118,7 @@ def test_current_scaling_is_the_cuda_rule(row):
     assert_exact(scale, np.array(row["cuda"], np.float32))
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "row", FUSED["scale_formula"]["rows"], ids=lambda r: f"{r['fmt']}-margin={r['margin']}-{r['old_scale']}"
 )

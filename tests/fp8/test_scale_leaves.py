@@ -139,6 +139,7 @@ def test_leaves_are_the_integers_that_the_state_says():
 # The loss scale
 
 
+@pytest.mark.thorough(0)
 def test_a_moving_loss_scale_moves_neither_params_nor_leaves():
     """One program. A scale grows from 2^10, another from 2^13; from 2^10 * 1.25 gradients are rounded elsewhere."""
     txs = [make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(s, growth_interval=3)) for s in (2.0**10, 2.0**13, 1280.0)]
@@ -173,6 +174,7 @@ def test_leaves_hold_the_scale_of_unscaled_gradients():
     assert_exact(only_scales(seen[1.0]), {LHS: amax_of(X), RHS: F32(1), GRAD: F32(1)})
 
 
+@pytest.mark.thorough(0)
 def test_no_leaf_moves_on_a_skip():
     tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**12, hysteresis=1))
     step = jax.jit(make_step(tx))
@@ -287,6 +289,7 @@ def test_scan(kind, remat):
         assert_amaxes(only_amaxes(got[1]), largest(*apart))
 
 
+@pytest.mark.thorough(0)
 def test_fori_loop_over_stacked_layers():
     layers, apart = layers_apart()
 

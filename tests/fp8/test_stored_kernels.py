@@ -554,7 +554,7 @@ OF_LINEN = {
 }
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", OF_LINEN)
 def test_layers_that_the_user_turned_to_fp8_evaluate_with_stored_kernels(name):
     """flax promotes the kernel to the layer's dtype before the product sees it."""
@@ -580,7 +580,7 @@ def test_boxed_layers_of_a_region_evaluate_with_stored_kernels_also_when_switche
         assert_same_program(layer.apply({"params": params}, X), layer.apply({"params": weights}, X))
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     "options", [{}, {"dtype": jnp.bfloat16}, {"dtype": jnp.float16, "promote_dtype": own_promotion}]
 )
