@@ -41,7 +41,7 @@ FILE = frozen_files.load()
 RUNS = {frozen_cases.name_of(i, run.case): run for i, run in enumerate(FILE.runs)}
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("mode", ["op by op", "compiled"])
 @pytest.mark.parametrize("name", RUNS)
 def test_gives_the_frozen_numbers(name: str, mode: str, record_property: Callable[[str, object], None]) -> None:
@@ -122,7 +122,7 @@ FAULTS: dict[str, tuple[str, Callable[..., Any], Callable[[Case], bool]]] = {
 }
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("mode", ["op by op", "compiled"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_sees_a_fault(fault: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
