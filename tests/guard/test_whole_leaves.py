@@ -80,7 +80,7 @@ def trace(tx, policy, check_vma):
     return jax.eval_shape(step, params, opt_state, X)
 
 
-@pytest.mark.thorough(7)
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("name", WRONG)
 def test_what_needs_whole_leaves_is_refused(name, check_vma):
@@ -92,7 +92,7 @@ def test_what_needs_whole_leaves_is_refused(name, check_vma):
         trace(tx, "bf16", check_vma)
 
 
-@pytest.mark.thorough(7)
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_elementwise_or_sums_over_the_axis_is_taken(name, check_vma):
@@ -204,7 +204,7 @@ def test_an_optimizer_that_counts_padding_is_warned_of(name):
     assert np.abs(padded - alone).max() > 0.01 * np.abs(alone).max()
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", COUNTS_NOT)
 def test_what_only_sums_is_right_on_padded_leaves(name):
     alone, padded = (change_after_a_step(COUNTS_NOT[name], cuts=cuts) for cuts in (False, True))
