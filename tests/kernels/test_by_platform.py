@@ -266,6 +266,7 @@ def test_under_vmap_each_decides_for_itself():
     assert_exact(together(jnp.ones(3, bool), x), x - x.mean(0, keepdims=True))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("bad", [None, 5])
 def test_in_shard_map_devices_that_agree_branch_together(check_vma, bad):

@@ -104,7 +104,7 @@ def test_the_gated_formula():
         assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.thorough(5)
+@pytest.mark.thorough(3)
 @EACH_BACKEND
 @SOURCES
 @FUSED
@@ -124,7 +124,7 @@ def test_forward(backend, source, activation):
         assert_is_cast(got, value, 4.0, E4M3, of=operands_of(activation, x))
 
 
-@pytest.mark.thorough(5)
+@pytest.mark.thorough(3)
 @EACH_BACKEND
 @SOURCES
 @FUSED

@@ -67,7 +67,7 @@ def halves(arrays):
     return [x / 2 for x in arrays]
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_row_meets_its_own_expert(backend, case):
@@ -77,6 +77,7 @@ def test_each_row_meets_its_own_expert(backend, case):
     assert_exact([x + 0 for x in found], [x + 0 for x in wanted])  # -0 + 0 is 0
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_the_result_is_rounded_once(dtype):
     x, w, grad, sizes = operands("within a tile")
@@ -96,6 +97,7 @@ def test_under_vmap():
         assert_exact([f[i] + 0 for f in found], [x + 0 for x in wanted])
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_each_device_has_its_own_rows_and_experts(check_vma):
     x, w, grad, sizes = operands("within a tile")
@@ -106,6 +108,7 @@ def test_each_device_has_its_own_rows_and_experts(check_vma):
     assert_exact([f + 0 for f in jax.jit(run)(*twice)], [np.concatenate([t, t]) + 0 for t in once])
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("axes", [P("data"), P(("data", "model")), P()], ids=str)
 def test_rows_that_are_split_stay_where_they_are(axes):
     """The rule by which XLA splits a kernel, with the loop in its place: a device gets its own rows of each expert."""

@@ -37,7 +37,7 @@ def cast(x, inv_std, scale, dtype, **more):
     return norm.norm_cast_transpose_amax(jnp.asarray(x), inv_std, jnp.float32(scale), dtype, **more)
 
 
-@pytest.mark.thorough(9)
+@pytest.mark.thorough(5)
 @EACH_BACKEND
 @pytest.mark.parametrize("source", [F32, BF16, F16], ids=["float32", "bfloat16", "float16"])
 @EACH_NORM

@@ -94,7 +94,7 @@ def test_unscale_and_check(backend):
     assert_exact(unscaled, {k: x.astype(np.float32) * np.float32(1 / 3) for k, x in tree.items()})
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @each_backend
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_one_bad_element_anywhere_is_seen(backend, bad):
@@ -350,7 +350,7 @@ def assert_stored(moment: Any, exact: np.ndarray, tolerance: Any, *, signed: boo
     assert np.all((value >= low) & (value <= high)), f"codes of {what}"
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @each_backend
 @each_rule
 def test_update_is_the_oracles(backend, rule):
@@ -469,7 +469,7 @@ def test_steps_and_leaves_differ_in_their_noise(backend):
 GROUPED = {(2, 2048): 256, (17, 256): 256, (11, 384): 128, (64, 64): 64, (65, 64): 64, (128, 32): 32}
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @each_backend
 @pytest.mark.parametrize("state", ["int8", "float8_e4m3fn"])
 def test_groups_of_every_size(backend, state):
