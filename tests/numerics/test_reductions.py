@@ -72,6 +72,7 @@ def test_the_sum_of_squares_has_a_gradient_on_a_gpu():
     assert_exact(slope, jnp.array([2.0, -6.0]))
 
 
+@pytest.mark.thorough(30)
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("case", CASES)
@@ -90,6 +91,7 @@ def test_the_largest_magnitude_is_numpys(platform, dtype, case):
         assert_close(largest, np.float32(expected if expected < np.inf else np.inf), atol=smallest)
 
 
+@pytest.mark.thorough(6)
 @pytest.mark.parametrize("size", [1, 2**14 - 1, 2**14, 2**14 + 1, 3 * 5 * 7 * 211])
 @pytest.mark.parametrize("count", [1, 3, 17])
 def test_no_number_is_overlooked(size, count):
