@@ -396,6 +396,7 @@ def ended(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"  # dead, not yet reaped
 
 
+@pytest.mark.thorough(0)
 @pytest.mark.skipif(sys.platform != "linux", reason="workers end with their driver by Linux's prctl")
 def test_a_run_that_is_killed_at_random_moments_keeps_its_rows_and_goes_on(driver):
     start, rows, measured = driver

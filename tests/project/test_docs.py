@@ -27,7 +27,7 @@ def name_of(page):
     return str(page.relative_to(ROOT)).removeprefix("docs/")
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("page", DOCS, ids=name_of)
 def test_code_of_page_runs(page):
     """Of pages in docs/; test_readme.py runs the README."""

@@ -207,6 +207,7 @@ def test_memory_prints_the_bytes_of_so_many_params(capsys):
     assert lines["P"][1:3] == ["1.05", "M"]
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(
     ("written", "number"),
     [("124M", 124e6), ("1.5e9", 1.5e9), ("1.5B", 1.5e9), ("7b", 7e9), ("350k", 350e3), ("1,500_000", 1.5e6)],
