@@ -76,7 +76,7 @@ def trained(kind, form):
     return tx, params, state
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", BOXES)
 def test_a_step_is_that_without_boxes(kind, form):
@@ -90,6 +90,7 @@ def test_a_step_is_that_without_boxes(kind, form):
     assert_same_program(opened(masters), jaxmp.get_master_params(plain_state, plain))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("kind", BOXES)
 def test_updates_and_frozen_params(kind):
     labels = {"dense": "train", "norm": "frozen"}
@@ -107,7 +108,7 @@ def test_updates_and_frozen_params(kind):
     )
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("form", ["bf16", "split"])
 @pytest.mark.parametrize("kind", BOXES)
 def test_a_checkpoint_comes_back_with_boxes_or_without(kind, form, tmp_path):

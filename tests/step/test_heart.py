@@ -48,6 +48,7 @@ def test_a_learning_rate_that_is_read_from_outside_is_read_once():
     assert_exact(params["b"], np.full(64, 2.0 - rate / 4, np.float32))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("jitted", [True, False])
 @pytest.mark.parametrize("policy", ["fp16", "fp32"])
 def test_a_callback_is_called_once_in_a_taken_step_and_never_in_a_skipped_one(policy, jitted):
@@ -114,6 +115,7 @@ def test_an_optimizer_that_stashes_a_traced_value_works():
 # What it changes is kept or left as a whole
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
 def test_an_average_and_its_weight_belong_together(policy):
     tx, params, state = started(optax.chain(optax.sgd(0.0), jaxmp.ema_params(0.5)), policy)
@@ -151,6 +153,7 @@ def test_keep_if_skipped_after_a_trial_of_the_same_state():
 # On every platform
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize(
     "options", [{}, {"policy": "bf16", "remainder_bits": 16}, {"policy": "bf16", "remainder_bits": 8}]
 )
@@ -171,6 +174,7 @@ def test_one_traced_step_is_a_branch_on_a_cpu_and_selects_elsewhere(options, loo
 
 
 # Before jax 0.11, XLA for CPU drops `lax.optimization_barrier` too early: what must come first may come last.
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("policy", ["fp32", *["fp16"] * (jax.__version_info__ >= (0, 11))])
 @pytest.mark.parametrize(
     "inner",

@@ -157,7 +157,7 @@ def policy_of(name, **options):
     return jaxmp.get_policy(name, keep_fp32=(), **options)
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", ["bf16", "bf16-mixed", "fp16"])
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_no_sum_over_rows_ends_in_16_bits(model, name):
@@ -171,7 +171,7 @@ def test_no_sum_over_rows_ends_in_16_bits(model, name):
     assert {g.dtype for g in jax.tree.leaves(before[1][1])} == {policy.param_dtype}
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", ["bf16", "bf16-mixed", "fp16"])
 @pytest.mark.parametrize("model", (dense, stacked, embedding), ids=lambda model: model.__name__)
 def test_the_loss_stays_and_the_gradients_are_closer(model, name):
@@ -225,6 +225,7 @@ def test_in_shard_map_and_microbatches(name, check_vma):
             np.testing.assert_allclose(g, h, atol=2**-7 * (np.abs(h).max() + 2**-30))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh(axis_type):
     policy = policy_of("bf16", reduce_dtype="float32")
@@ -240,6 +241,7 @@ def test_on_a_mesh(axis_type):
         np.testing.assert_allclose(g, h, atol=2**-7 * (np.abs(h).max() + 2**-30))
 
 
+@pytest.mark.thorough(0)
 def test_pmap():
     policy = policy_of("fp16", reduce_dtype="float32")
     p = policy.cast_to_param(PARAMS)
@@ -340,7 +342,7 @@ def test_nnx(name):
     assert losses[-1] < losses[0] - 0.1
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", ["bf16", "bf16-mixed"])
 def test_an_ensemble(name):
     """Layers of inputs with three axes: XLA for CPU has no product of bfloat16 for their gradients."""

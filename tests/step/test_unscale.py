@@ -206,6 +206,7 @@ def test_skip_if_sees_unscaled_gradients_and_the_metrics_before_the_step():
     assert not bool(state.skipped)
 
 
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("jitted", [True, False])
 @pytest.mark.parametrize("loss", [*BAD, 3.0], ids=["inf", "-inf", "nan", "finite"])
 def test_a_loss_that_is_not_finite_skips_without_lowering_the_scale(loss, jitted):
@@ -458,6 +459,7 @@ def test_metrics_are_nan_where_not_computed():
         assert np.isnan(metrics[name]), name
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("jitted", [True, False])
 def test_the_largest_gradient_of_the_last_step_taken(policy, jitted):
@@ -488,6 +490,7 @@ def test_the_largest_gradient_is_that_of_any_device(checked):
     assert_exact(found, np.full(4, 5.0, np.float32))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("kind", ["gpu", "fused", "told", "masters alone"])
 def test_the_largest_gradient_is_nan_where_nothing_looks_for_it(kind):
     inner = jaxmp.fused_sgd(1.0) if kind == "fused" else optax.sgd(1.0)
@@ -601,7 +604,7 @@ def test_the_limit_is_that_of_the_narrower_dtype():
     assert_exact(tx.update(g, tx.init(g), g)[0], jnp.array([65504.0]))
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan], ids=["inf", "nan"])
 def test_devices_agree_on_what_was_clamped_and_what_is_skipped(how, bad):
