@@ -178,6 +178,7 @@ def test_extra_arguments_reach_the_inner_transform(wrap):
     assert seen["value"] == 3.0 and seen["unknown"] == "text"
 
 
+@pytest.mark.thorough(4)
 @each_program_anywhere
 def test_jit_equals_eager(name):
     c = case(name)
@@ -185,6 +186,7 @@ def test_jit_equals_eager(name):
     assert_close(c.update(c.bad, c.state, c.params), c.tx.update(c.bad, c.state, c.params), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.thorough(6)
 @each_part_anywhere
 def test_the_second_call_compiles_nothing_and_the_state_keeps_its_type(name):
     c = case(name)
@@ -198,6 +200,7 @@ def test_the_second_call_compiles_nothing_and_the_state_keeps_its_type(name):
     assert types((state, updates)) == before
 
 
+@pytest.mark.thorough(4)
 @each_program
 def test_vmap_equals_a_loop(name):
     """An ensemble under vmap: one member overflows and is skipped, the others are not."""
@@ -277,7 +280,7 @@ def test_orbax_goes_on_bit_for_bit(tmp_path):
         assert_same_program(got, expected)
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", [name for name in PARTS if name not in {*ALIKE, *FEWER_PARTS, *OF_A_MESH}])
 def test_pmap_replication(name):
     """`flax.jax_utils.replicate` and pmap: the same as on one device, and the same on all."""
@@ -296,6 +299,7 @@ def test_pmap_replication(name):
     assert_close(first, (expected, expected_state), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.thorough(5)
 @each_part_anywhere
 def test_nnx_optimizer(name):
     """`nnx.Optimizer` with an unknown keyword; a skipped step leaves the model alone."""
@@ -318,6 +322,7 @@ def test_nnx_optimizer(name):
     assert not np.array_equal(after["dense"]["kernel"], before["dense"]["kernel"])
 
 
+@pytest.mark.thorough(4)
 @each_program_anywhere
 def test_types_are_stable_on_eight_devices(name):
     """Explicit sharding: `jax.typeof` (with its sharding) of state and params is the same before and after."""
@@ -565,7 +570,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_survives_an_overflow(name):
     overflow_run(name, compiled=name in COMPILED)

@@ -253,7 +253,7 @@ def parallel(run: Run, tx: Any) -> Any:
     return jax.pmap(tx.update, axis_name="data", devices=jax.devices()[:2])(*twice)
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", DURING_A_RUN)
 def test_bad_input_during_a_run(name):
     """The error says what it must, and the run goes on from the same objects, to the same bits."""

@@ -10,7 +10,7 @@ import faults
 import regimes
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("regime, precision", faults.WORLDS, ids=lambda x: x)
 def test_no_fault_leaves_a_wrong_state(regime, precision):
     done = faults.run(regime, precision, 12, seed=1)

@@ -362,7 +362,7 @@ NNX = {
 }
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", NNX)
 def test_nnx(name):
     make, x, expected, gemms = NNX[name]
