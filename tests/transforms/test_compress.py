@@ -130,7 +130,7 @@ def losses_of(name: str, dtype: str | None) -> np.ndarray:
     return np.array(found)
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     cases_of(
@@ -188,7 +188,7 @@ def test_nothing_non_finite_is_stored(dtype):
     assert np.isfinite(np.asarray(updates["w"])).sum() >= updates["w"].size - 2
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("policy", "dtype"),
     cases_of(("fp16", "bf16"), DTYPES, lambda policy, dtype: (policy == "fp16") == (dtype in ("int8", "float8_e5m2"))),

@@ -219,7 +219,7 @@ def drifts(tx, policy, rates):
     return [np.mean(np.asarray(train(rate), np.float64) - np.asarray(start["w"])) for rate in rates]
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("make", [optax.adam, optax.sgd], ids=["adam", "sgd"])
 def test_a_master_of_24_bits_learns_at_small_learning_rates(make):
     """Rounded to nearest, masters would take a third of the steps of 1e-5, and none of 1e-6."""
