@@ -4,7 +4,6 @@ What users do to an optimizer (jit, vmap, pmap, hyperparameters as state, checkp
 work with ours in the same way. The transforms are in `PARTS`, the optimizers in `OPTIMIZERS`.
 """
 
-import contextlib
 import functools
 import inspect
 import warnings
@@ -24,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax import contrib
 
 import jaxmp
-from helpers import assert_close, assert_exact, assert_moved, assert_same_program, assert_within_ulps
+from helpers import assert_close, assert_exact, assert_moved, assert_same_program, assert_within_ulps, compilations
 from regimes import guarded
 
 # One shape for all leaves, so that eager operations compile once; a norm has two dimensions in a stack of layers.
@@ -118,23 +117,6 @@ def case(name: str) -> Case:
     if name == "keep_master_params":  # takes unscaled gradients, in float32
         good = bad = jax.tree.map(lambda g: g.astype(jnp.float32), good)
     return Case(tx, params, state, jax.jit(tx.update), good, bad)
-
-
-@contextlib.contextmanager
-def compilations():
-    """Counts the programs that XLA compiles."""
-    found: list[str] = []
-
-    def listen(event: str, duration: float, **_: Any) -> None:
-        del duration
-        if event.endswith("backend_compile_duration"):
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def types(tree: Any) -> Any:

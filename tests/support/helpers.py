@@ -1,5 +1,6 @@
 """Assertions that every test file shares. They look at structure and dtype as well as at values."""
 
+import contextlib
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -152,3 +153,20 @@ def python_blocks(page: Path) -> list[str]:
     text = page.read_text()
     found = re.finditer(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     return ["\n" * text[: block.start(1)].count("\n") + block[1] for block in found]
+
+
+@contextlib.contextmanager
+def compilations():
+    """Counts the programs that XLA compiles."""
+    found: list[str] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        del duration
+        if event.endswith("backend_compile_duration"):
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

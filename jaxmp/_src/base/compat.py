@@ -56,7 +56,12 @@ def is_staged(values: Any) -> bool:
 
     Tracers alone do not say so: outside of `jax.jit`, derivatives and `jax.vmap` of arrays run at once.
     """
-    return any(isinstance(x, Tracer) for x in values) and isinstance(_same(_ZERO), Tracer)
+    return any(isinstance(x, Tracer) for x in values) and is_in_program()
+
+
+def is_in_program() -> bool:
+    """Whether a program is being traced where this is called, which writes operations down."""
+    return isinstance(_same(_ZERO), Tracer)
 
 
 def is_input(tracer: Any) -> bool:

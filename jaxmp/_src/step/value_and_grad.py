@@ -38,6 +38,7 @@ from jaxmp._src.distributed import gathered_params
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.fp8.gradients import Check, Fp8Gradients, warn_of_unmoved_scales
 from jaxmp._src.numerics import casting
+from jaxmp._src.programs import compiled
 from jaxmp._src.step import carried_arguments, policy_regions, state as states
 from jaxmp._src.step.microbatches import check_accumulate, resolve_argnums, split_arguments
 from jaxmp._src.step.policy import Policy, get_policy
@@ -262,8 +263,11 @@ def scaled_value_and_grad(
             return grad
 
         grad = fp8.grad(scaled_loss, differentiated)
-        run = _one_batch if k == 1 else _microbatches
-        loss, aux, carry, grads = run(fp8, grad, trained, carry, batches)
+        run = functools.partial(_one_batch if k == 1 else _microbatches, fp8, grad)
+        if fp8.is_used or (k > 1 and not compat.is_in_program()):
+            # Outside jit, jax cannot combine the amaxes of a leaf that is used twice, and compiles each scan anew.
+            run = compiled.once(run)
+        loss, aux, carry, grads = run(trained, carry, batches)
     warn_of_unmoved_scales(notes.unmoved_scales)
     gathered_params.lift(notes)
     return loss, aux, carry, fp8.over_devices(grads, params)
@@ -285,8 +289,6 @@ def policy_of_loss(policy: Policy | None, opt_state: Any) -> tuple[Policy | None
 def _one_batch(
     fp8: Fp8Gradients, grad: Callable[..., Any], params: PyTree, carry: PyTree, batch: PyTree
 ) -> tuple[Float[Array, ""], PyTree, PyTree, PyTree]:
-    if fp8.is_used:  # outside jit, jax cannot combine the amaxes of a leaf that is used twice
-        grad = jax.jit(grad, inline=True)
     grads, (loss, aux, carry) = grad(params, carry, batch)
     return loss, aux, carry, grads
 
