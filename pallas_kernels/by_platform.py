@@ -54,7 +54,7 @@ def by_platform(
     """
     leaves, treedef = jax.tree.flatten(args)
     if not any(isinstance(x, Tracer) for x in leaves) and not inside_a_jit():
-        return _way(ways, platform_of(leaves))(f, *args)
+        return _way(ways, _platform_of(leaves))(f, *args)
     out_tree: Any = None
 
     def flat(*leaves: Any) -> list[Any]:
@@ -121,7 +121,7 @@ def _plainly(f: Callable[..., Any], *args: Any) -> Any:
     return f(*args)
 
 
-def platform_of(leaves: Sequence[Any]) -> str:
+def _platform_of(leaves: Sequence[Any]) -> str:
     """Where arrays that are no tracers lie."""
     for x in leaves:
         if isinstance(x, jax.Array):
@@ -147,14 +147,9 @@ def _run(name: str, *operands: Any, jaxpr: Any, n: int, ways: _Ways, hint: Any =
     return list(_way(ways.by_name, name)(f, *leaves))
 
 
-def way_of(eqn: Any, platform: str) -> Any:
-    """The closed jaxpr of what an equation `by_platform` runs on a platform."""
-    return jax.make_jaxpr(functools.partial(_run, platform, **eqn.params))(*(v.aval for v in eqn.invars))
-
-
 @_p.def_impl
 def _(*operands: Any, **params: Any) -> list[Any]:
-    return _run(platform_of(operands), *operands, **params)
+    return _run(_platform_of(operands), *operands, **params)
 
 
 @_p.def_effectful_abstract_eval
