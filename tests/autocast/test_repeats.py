@@ -5,6 +5,7 @@ import collections
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxmp
@@ -39,6 +40,28 @@ def weights_and_rows(layers=LAYERS):
 
 def gradients(fn=model):
     return jax.value_and_grad(jaxmp.autocast(fn, jnp.bfloat16))
+
+
+def reduced(fn, policy="bf16-mixed"):
+    """Gradients of weights that are reduced in float32."""
+    policy = jaxmp.get_policy(policy, reduce_dtype="float32")
+    scaling = jaxmp.mixed_precision(optax.sgd(0.1), policy, loss_scale=None).init({})
+
+    def gradients(weights, x):
+        return jaxmp.value_and_grad(fn, policy=policy)(policy.cast_to_param(weights), x, opt_state=scaling)
+
+    return gradients
+
+
+def tied(weights, x):
+    """Layers whose weights are moved, shared, handed to functions, and read by several layers."""
+    table, (first, *others) = jnp.concatenate(weights[:2]), weights
+    x = x + table[jnp.arange(4)]
+    for i, w in enumerate(others):
+        with jax.named_scope(f"block_{i}"):
+            h = jax.jit(lambda w, x: block(w, block(w.T, jnp.tanh(x))))(w, x + w[:1])
+            x = block(w.T, h) + x @ first + jax.checkpoint(block)(w * 2.0, h)
+    return jnp.mean((x @ table.T) ** 2) + jnp.mean(x @ first)
 
 
 def operations(fn, *args):
@@ -81,22 +104,33 @@ def without_pieces(monkeypatch):
     monkeypatch.setattr(plan_runner, "_MANY", 10**9)
 
 
-@pytest.mark.parametrize("transform", [gradients, jaxmp.autocast, lambda f: jax.vmap(gradients(f), (None, 0))])
-def test_program_is_the_same_as_without_pieces(transform, monkeypatch):
-    weights, x = weights_and_rows(4)
-    args = (weights, x[None]) if transform not in (gradients, jaxmp.autocast) else (weights, x)
-    program = operations(transform(model), *args)
+TRANSFORMS = {
+    "autocast": jaxmp.autocast,
+    "gradients": gradients,
+    "vmap": lambda f: lambda w, x: jax.vmap(gradients(f), (None, 0))(w, x[None]),
+    "reduced": reduced,
+    "reduced, 16 bits": lambda f: reduced(f, "bf16"),
+}
+
+
+@pytest.mark.thorough(6)
+@pytest.mark.parametrize("fn", [model, tied])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_program_is_the_same_as_without_pieces(transform, fn, monkeypatch):
+    args = weights_and_rows(4)
+    program = operations(TRANSFORMS[transform](fn), *args)
     with monkeypatch.context() as patch:
         without_pieces(patch)
-        assert program == operations(transform(model), *args)
+        assert program == operations(TRANSFORMS[transform](fn), *args)
 
 
-def test_equal_layers_run_once(steps_run, monkeypatch):
-    jax.make_jaxpr(gradients())(*weights_and_rows())
+@pytest.mark.parametrize("transform", [gradients, reduced])
+def test_equal_layers_run_once(transform, steps_run, monkeypatch):
+    jax.make_jaxpr(transform(model))(*weights_and_rows())
     with_pieces = len(steps_run)
     steps_run.clear()
     without_pieces(monkeypatch)
-    jax.make_jaxpr(gradients())(*weights_and_rows())
+    jax.make_jaxpr(transform(model))(*weights_and_rows())
     assert with_pieces < len(steps_run) / 3
 
 

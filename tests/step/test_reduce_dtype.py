@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 import regimes
-from helpers import assert_exact
+from helpers import assert_exact, assert_within_ulps
 from jaxmp._src.programs import jaxprs
 
 WIDTH, ROWS, LAYERS = 16, 88, 3
@@ -367,6 +367,42 @@ def test_a_step_can_be_differentiated():
     forward = jax.jit(lambda x: jax.jvp(total, (x,), (t,))[1])(x)
     reverse = jax.jit(lambda x: jnp.vdot(jax.grad(total)(x), t))(x)
     np.testing.assert_allclose(forward, reverse, rtol=2**-4)
+
+
+@pytest.mark.thorough(2)
+@pytest.mark.parametrize("name", ["bf16", "bf16-mixed"])
+@pytest.mark.parametrize("model", [dense, jitted], ids=lambda model: model.__name__)
+@pytest.mark.parametrize("outer", [jnp.bfloat16, jnp.float16])
+def test_inside_an_autocast_function(model, name, outer):
+    policy = policy_of(name, reduce_dtype="float32")
+    p = jax.tree.map(jnp.asarray, policy.cast_to_param(PARAMS))
+    compute = gradient(model, policy)
+    inside = jaxmp.autocast(lambda p, x: compute(p, x), outer)
+    traced = jax.make_jaxpr(inside)(p, X)
+    assert low_sums(traced, ROWS) == []
+    assert jnp.float16 not in {d for eqn in jaxprs.equations(traced) for d in jaxprs.dtypes_of(eqn.outvars)}
+    (loss, grads), (alone, expected) = jax.jit(inside)(p, X), jax.jit(compute)(p, X)
+    assert abs(loss - alone) <= 2**-8 * abs(alone)
+    for g, h in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        assert g.dtype == jnp.float32
+        np.testing.assert_allclose(g, h, atol=2**-7 * (np.abs(h).max() + 2**-30))
+
+
+def _decorated(fn, policy):
+    return jaxmp.autocast(policy)(fn)
+
+
+@pytest.mark.parametrize("transform", [jaxmp.autocast, _decorated])
+def test_a_derivative_of_an_autocast_function_says_that_it_has_no_effect(transform):
+    said, plain = policy_of("bf16", reduce_dtype="float32"), policy_of("bf16")
+    loss = transform(loss_of(dense), said)
+    value = jax.jit(loss)(PARAMS, X)
+    with pytest.warns(UserWarning, match="reduce_dtype is for jaxmp.value_and_grad"):
+        found = jax.jit(jax.value_and_grad(loss))(PARAMS, X)
+    assert_within_ulps(found[0], value, 4)
+    assert_within_ulps(found, jax.jit(jax.value_and_grad(transform(loss_of(dense), plain)))(PARAMS, X), 4)
+    with jaxmp.autocast(said):  # of modules that are called in it
+        nn.Dense(4).init(jax.random.key(0), X)
 
 
 def test_masters_move_by_the_unrounded_gradient():

@@ -46,33 +46,43 @@ class PlanRunner:
         held = _Held(dict(zip(jaxpr.constvars, consts, strict=True)))
         held.add(jaxpr.invars, [cast(x, i.dtype, i) for x, i in zip(values, plan.inputs, strict=True)], plan.inputs)
         wide = _Wide.of(plan, values)
-        if len(plan.steps) >= _MANY and not wide.arrays and compat.is_staged(values):
-            self._run_pieces(plan, consts, held)
+        if len(plan.steps) >= _MANY and compat.is_staged(values):
+            self._run_pieces(plan, consts, held, wide)
         else:
             self._run_steps(plan, plan.steps, [repeats.scope_of(step) for step in plan.steps], held, wide)
         return [held.read(v) for v in jaxpr.outvars]
 
-    def _run_pieces(self, plan: Plan, consts: Any, held: "_Held") -> None:
+    def _run_pieces(self, plan: Plan, consts: Any, held: "_Held", wide: "_Wide") -> None:
         functions: dict[Any, Any] = {}
-        for first, last, piece in repeats.find(plan, consts, held.dtypes(plan)):
+        for first, last, piece in repeats.find(plan, consts, held.dtypes(plan), wide.arrays):
             if piece is None:
                 steps = plan.steps[first:last]
-                self._run_steps(plan, steps, [repeats.scope_of(step) for step in steps], held, _Wide({}))
+                self._run_steps(plan, steps, [repeats.scope_of(step) for step in steps], held, wide)
                 continue
-            if piece.key not in functions:
-                functions[piece.key] = self._function(plan, piece)
+            weights = {place: wide.arrays[v] for place, v in piece.wide if v in wide.arrays}
+            known = {v: held.known(v) for place, v in piece.wide if place in weights}
+            key = piece.key, tuple(zip(weights, known.values(), strict=True))
+            if key not in functions:
+                functions[key] = self._function(plan, piece, known)
             with jax.named_scope(piece.scope) if piece.scope else contextlib.nullcontext():
-                results = functions[piece.key](*(held.read(v, dtype) for v, dtype in piece.inputs))
+                results, made = functions[key](
+                    list(weights.values()), *(held.read(v, dtype) for v, dtype in piece.inputs)
+                )
             held.add_reads(piece.outputs, results)
+            wide.arrays.update((piece.outputs[k][0], x) for k, x in made.items())
             for step in piece.steps:
                 held.know(step)
 
-    def _function(self, plan: Plan, piece: "repeats.Piece") -> Any:
-        def run(*values: Any) -> list[Any]:
-            held = _Held({})
+    def _function(self, plan: Plan, piece: "repeats.Piece", weights: dict[Any, Value]) -> Any:
+        """The function of a piece; `weights` are those inputs that have float32 arrays."""
+
+        def run(arrays: list[Any], *values: Any) -> tuple[list[Any], dict[int, Any]]:
+            """What the piece returns, and the float32 arrays of those of these that are made of weights."""
+            held, wide = _Held({}, weights), _Wide(dict(zip(weights, arrays, strict=True)))
             held.add_reads(piece.inputs, values)
-            self._run_steps(plan, piece.steps, piece.scopes, held, _Wide({}), inside=True)
-            return [held.read(v, dtype) for v, dtype in piece.outputs]
+            self._run_steps(plan, piece.steps, piece.scopes, held, wide, inside=True)
+            made = {k: wide.arrays[v] for k, (v, _) in enumerate(piece.outputs) if v in wide.arrays}
+            return [held.read(v, dtype) for v, dtype in piece.outputs], made
 
         return jax.jit(run, inline=compat.WRITTEN_OUT)
 
@@ -179,10 +189,10 @@ _MOVES = jaxprs.REARRANGES | (jaxprs.HANDS_ON - {"name"}) | frozenset({"broadcas
 class _Held:
     """The values of a function that runs, each cast at most once to each dtype."""
 
-    def __init__(self, values: dict[Any, Any]):
+    def __init__(self, values: dict[Any, Any], known: dict[Any, Value] | None = None):
         self._values = values
         self._made: dict[Any, Any] = {}  # by variable and dtype
-        self._known: dict[Any, Value] = {}
+        self._known: dict[Any, Value] = dict(known or {})
 
     def add(self, variables: Any, values: Any, known: Any) -> None:
         self._values |= dict(zip(variables, values, strict=True))

@@ -15,7 +15,7 @@ from outside only if no reader comes after them.
 
 import collections
 import types
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ from jax.extend import core
 
 from jaxmp._src.autocast import regions
 from jaxmp._src.autocast.cast_lists import FLOATS
-from jaxmp._src.autocast.planner import Plan, Step
+from jaxmp._src.autocast.planner import WEIGHTS, Plan, Step
 
 _LEAST = 8  # steps: below, a call costs as much as it saves
 _CANDIDATES = 8  # how many distances between equal steps, and beginnings of a piece, are tried
@@ -40,6 +40,7 @@ class Piece(NamedTuple):
       scopes: the name stack of each, without what all have in common.
       scope: what the name stacks have in common.
       inputs: what the function takes.
+      wide: the weights among them whose gradients are summed in float32, each with the place of its first read.
       outputs: what it returns: all that is read after it.
       key: equal for pieces that are the same function of their inputs.
     """
@@ -48,6 +49,7 @@ class Piece(NamedTuple):
     scopes: tuple[str, ...]
     scope: str
     inputs: tuple[Read, ...]
+    wide: tuple[tuple[int, Any], ...]
     outputs: tuple[Read, ...]
     key: Hashable
 
@@ -57,15 +59,18 @@ def scope_of(step: Step) -> str:
     return str(step.eqn.source_info.name_stack) if step.how == "written" else regions.scope_of(step.eqn)
 
 
-def find(plan: Plan, consts: Sequence[Any], dtypes: dict[Any, Any]) -> list[tuple[int, int, Piece | None]]:
+def find(
+    plan: Plan, consts: Sequence[Any], dtypes: dict[Any, Any], wide: Container[Any]
+) -> list[tuple[int, int, Piece | None]]:
     """The steps of a plan in their order, as (first, last + 1, the piece they are); None for steps of no piece.
 
-    `dtypes` are those that its variables have when it runs.
+    `dtypes` are those that its variables have when it runs; `wide` has those inputs that have a float32 array beside
+    them, for their gradients.
     """
     found: list[tuple[int, int, Piece | None]] = []
     place = 0
     if len(plan.steps) >= 2 * _LEAST:
-        function = _Function(plan, consts, dtypes)
+        function = _Function(plan, consts, dtypes, wide)
         for piece, first, last in function.pieces():
             found += [(place, first, None)] if place < first else []
             found.append((first, last, piece))
@@ -76,8 +81,9 @@ def find(plan: Plan, consts: Sequence[Any], dtypes: dict[Any, Any]) -> list[tupl
 class _Function:
     """A plan, and who reads what in it."""
 
-    def __init__(self, plan: Plan, consts: Sequence[Any], dtypes: dict[Any, Any]):
+    def __init__(self, plan: Plan, consts: Sequence[Any], dtypes: dict[Any, Any], wide: Container[Any]):
         self.plan = plan
+        self.wide = _made_of(plan, wide)
         self.reads = [_reads(step, dtypes) for step in plan.steps]
         # Places where a value is read; the first read in another dtype casts it, and so reads the value itself.
         self.places: dict[Any, dict[Any, list[int]]] = collections.defaultdict(dict)
@@ -134,13 +140,18 @@ class _Function:
         scopes = [scope_of(step).split("/") for step in steps]
         common = _common(scopes)
         inner = tuple("/".join(scope[len(common) :]) for scope in scopes)
-        key = (tuple(self.labels[first:last]), tuple(operands), tuple(outputs.values()), inner)
-        return Piece(steps, inner, "/".join(common), tuple(inputs), tuple(outputs), key)
+        places = {v: place for (v, _), place in reversed(inputs.items()) if v in self.wide}
+        wide = tuple((place, v) for v, place in places.items())
+        key = (tuple(self.labels[first:last]), tuple(operands), tuple(places.values()), tuple(outputs.values()), inner)
+        return Piece(steps, inner, "/".join(common), tuple(inputs), wide, tuple(outputs), key)
 
     def _adds_in_order(self, read: Read, first: int, last: int) -> bool:
         v, dtype = read
         if v not in self.moving:
             return True
+        if v in self.wide:  # each reader may return a gradient to the float32 array
+            found = sorted({i for places in self.places[v].values() for i in places})
+            return _count(found, first, last) == 1 or found[-1] < last
         places, of_itself = self.places[v][dtype], self.places[v][None]
         if _count(places, first, last) > 1 and places[-1] >= last:
             return False
@@ -170,16 +181,26 @@ def _moving(plan: Plan, consts: Sequence[Any]) -> set[Any]:
     return moving
 
 
+def _made_of(plan: Plan, wide: Container[Any]) -> set[Any]:
+    """The variables that may have a float32 array beside them: `wide` inputs, and what is made of weights alone."""
+    found = {v for v in plan.jaxpr.invars if v in wide}
+    if found:
+        pairs = ((v, x) for step in plan.steps for v, x in zip(step.eqn.outvars, step.results, strict=True))
+        found |= {v for v, x in pairs if x.made_of == WEIGHTS}
+    return found
+
+
 def _label(step: Step, plan: Plan) -> Hashable:
     """All that a step is, without its place and the variables it reads and makes; equal to no other if unknown."""
     eqn = step.eqn
     inner = tuple((function.jaxpr, function.key) for function in step.inner)
     lists = step.lists if step.how == "call" else None
     operands = tuple((_exact(v.val), v.aval) if isinstance(v, core.Literal) else v.aval for v in eqn.invars)
+    made_of = tuple(value.made_of for value in step.results)
     results = tuple((v.aval, v in plan.rounded) for v in eqn.outvars)
     params = tuple((name, _exact(x)) for name, x in sorted(eqn.params.items()))
     about = (eqn.primitive, eqn.ctx, params, operands, results)
-    label = (about, step.how, step.operands, step.results, inner, lists, step.narrow)
+    label = (about, step.how, step.operands, step.results, made_of, step.weights, inner, lists, step.narrow)
     try:
         hash(label)
     except TypeError:

@@ -174,20 +174,21 @@ def by_region(fn: F) -> F:
     """
     reach.mark()
     lists = regions.current()
-    return fn if lists is None or not is_rewritten_here() else _wrap(fn, lists, None)
+    return _wrap(fn, lists, None) if lists is not None and casts_here() and not regions.is_tracing() else fn
 
 
-def is_rewritten_here() -> bool:
-    """Whether a region rewrites what is called here."""
+def casts_here() -> bool:
+    """Whether a region casts what is called here."""
     lists = regions.current()
-    return lists is not None and lists.dtype is not None and not regions.is_tracing()
+    return lists is not None and lists.dtype is not None
 
 
 def with_float32_gradients(fn: F, params: PyTree) -> F:
     """`by_region` of a function that gets `params`, widened to float32, as its first argument.
 
     It computes what it computes with `params`, and the gradients of the widened params are products and sums in
-    float32: no rounding to 16 bits comes before the reduction over devices. Only where `is_rewritten_here`.
+    float32: no rounding to 16 bits comes before the reduction over devices. Only where a region `casts_here`. An
+    autocast function around it leaves it alone.
     """
     lists = regions.current()
     assert lists is not None

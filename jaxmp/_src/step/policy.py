@@ -149,6 +149,11 @@ class Policy(jmp.Policy):
             )
         return np.dtype(np.float32)
 
+    @property
+    def says_reduce_dtype(self) -> bool:
+        """Whether `reduce_dtype` is another than the dtypes and the recipe bring along."""
+        return self.reduce_dtype != self._usual_reduce_dtype()
+
     def _usual_reduce_dtype(self) -> Any:
         is_mixed = self.param_dtype == jnp.float32 and self.computes_in_16_bits and self.recipe is None
         return np.dtype(np.float32) if is_mixed else None
@@ -161,7 +166,7 @@ class Policy(jmp.Policy):
             for field in others
             if field.name != "reduce_dtype" and getattr(self, field.name) != field.default
         }
-        if self.reduce_dtype != self._usual_reduce_dtype():
+        if self.says_reduce_dtype:
             shown["reduce_dtype"] = None if self.reduce_dtype is None else self.reduce_dtype.name
         return text + "".join(f" {name}={value!r}" for name, value in shown.items())
 

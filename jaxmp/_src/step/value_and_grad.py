@@ -235,7 +235,7 @@ def scaled_value_and_grad(
     fp8 = Fp8Gradients(own_params, gradient_scale, keep_kernels=keep_fp8_weights)
 
     with policy_regions.around_loss(policy, is_default=is_default), ambient.noting() as notes:
-        widens = policy is not None and policy.reduce_dtype is not None and rewrite.is_rewritten_here()
+        widens = policy is not None and policy.reduce_dtype is not None and rewrite.casts_here()
         if widens:
             loss_in_region = rewrite.with_float32_gradients(loss_fn, own_params)
             trained = jax.tree.map(_widened, own_params)
