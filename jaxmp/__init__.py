@@ -44,7 +44,10 @@ from jaxmp._src.step.policy import weight_decay_mask as weight_decay_mask
 from jaxmp._src.guard.check_optimizer import check_optimizer as check_optimizer
 from jaxmp._src.distributed.reduce import reduce_gradients as reduce_gradients
 from jaxmp._src.loss_scale.dynamic import DynamicLossScale as DynamicLossScale
+from jaxmp._src.loss_scale.static import NoOpLossScale as NoOpLossScale
+from jaxmp._src.loss_scale.static import StaticLossScale as StaticLossScale
 from jaxmp._src.guard.transform import shared_loss_scale as shared_loss_scale
+from jaxmp._src.step.state import LossScaleState as LossScaleState
 from jaxmp._src.guard.scale_reads import get_loss_scale as get_loss_scale
 from jaxmp._src.guard.state_readers import get_master_params as get_master_params
 from jaxmp._src.guard.state_readers import get_metrics as get_metrics

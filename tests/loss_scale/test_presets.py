@@ -156,7 +156,7 @@ def test_what_megatron_asserts_raises_and_says_what_it_got(kwargs):
 
 
 def test_a_constant_scale_does_not_move():
-    scaler = static.StaticLossScale(MEGATRON["constant"]["scale"])
+    scaler = jaxmp.StaticLossScale(MEGATRON["constant"]["scale"])
     assert_exact(scaler.adjust(jnp.array(False)).adjust(True).loss_scale, MEGATRON["constant"]["scale"])
 
 
@@ -434,7 +434,7 @@ def test_mmcv_traces(case):
 
 def test_mmcv_static_trace():
     (case,) = [case for case in MMCV["cases"] if case["kwargs"].get("mode") == "static"]
-    scaler = static.StaticLossScale(case["kwargs"]["init_scale"])
+    scaler = jaxmp.StaticLossScale(case["kwargs"]["init_scale"])
     for overflow, row in zip(case["overflow"], case["trace"], strict=True):
         scaler = scaler.adjust(jnp.array(not overflow))
         assert_exact(scaler.loss_scale, row[0])

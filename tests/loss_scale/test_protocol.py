@@ -14,7 +14,7 @@ import pytest
 
 import jaxmp
 from helpers import assert_exact, assert_moved, assert_same_program
-from jaxmp._src.loss_scale import protocol, static
+from jaxmp._src.loss_scale import protocol
 from oracle_data import load
 
 PRESETS = ("megatron", "torch", "deepspeed", "deepspeed_fused", "apex", "apex_amp", "mmcv")
@@ -24,9 +24,9 @@ SCALERS = {
     "default": jaxmp.DynamicLossScale,
     "refill": functools.partial(jaxmp.DynamicLossScale, refill="step", min_scale=None, max_scale=None),
     **{name: functools.partial(jaxmp.DynamicLossScale.preset, name) for name in PRESETS},
-    "static": functools.partial(static.StaticLossScale, 8),
-    "static from array": lambda: static.StaticLossScale(jnp.int32(8)),
-    "none": static.NoOpLossScale,
+    "static": functools.partial(jaxmp.StaticLossScale, 8),
+    "static from array": lambda: jaxmp.StaticLossScale(jnp.int32(8)),
+    "none": jaxmp.NoOpLossScale,
 }
 
 
@@ -151,12 +151,12 @@ def test_jmp_scales_inside_mixed_precision():
 @pytest.mark.parametrize(
     "given, expected",
     [
-        (jmp.StaticLossScale(jnp.float16(128.0)), static.StaticLossScale(128.0)),
-        (jmp.NoOpLossScale(), static.NoOpLossScale()),
-        (None, static.NoOpLossScale()),
-        (128, static.StaticLossScale(128.0)),
-        (np.float64(128.0), static.StaticLossScale(128.0)),
-        (jnp.float32(128.0), static.StaticLossScale(128.0)),
+        (jmp.StaticLossScale(jnp.float16(128.0)), jaxmp.StaticLossScale(128.0)),
+        (jmp.NoOpLossScale(), jaxmp.NoOpLossScale()),
+        (None, jaxmp.NoOpLossScale()),
+        (128, jaxmp.StaticLossScale(128.0)),
+        (np.float64(128.0), jaxmp.StaticLossScale(128.0)),
+        (jnp.float32(128.0), jaxmp.StaticLossScale(128.0)),
     ],
     ids=["jmp static", "jmp none", "None", "int", "numpy", "array"],
 )
@@ -174,9 +174,9 @@ def test_a_static_scale_is_an_argument_not_a_program():
         return scaler.scale(x)
 
     for value in (2.0, 4.0, 8.0):
-        assert_exact(scale(static.StaticLossScale(value), jnp.float32(1.0)), value)
+        assert_exact(scale(jaxmp.StaticLossScale(value), jnp.float32(1.0)), value)
         scale(jmp.StaticLossScale(value), jnp.float32(1.0))
-    assert traced.count(static.StaticLossScale) == 1
+    assert traced.count(jaxmp.StaticLossScale) == 1
     assert traced.count(jmp.StaticLossScale) == 3
 
 
@@ -280,7 +280,7 @@ def test_an_unknown_preset_is_named():
 @pytest.mark.parametrize("scale", [0.0, -2.0, math.inf, math.nan])
 def test_a_static_scale_is_positive_and_finite(scale):
     with pytest.raises(ValueError, match=f"a static loss scale must be positive and finite; got {scale}"):
-        static.StaticLossScale(scale)
+        jaxmp.StaticLossScale(scale)
 
 
 def test_what_is_no_loss_scale_is_named():

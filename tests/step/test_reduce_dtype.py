@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 import regimes
-from helpers import assert_exact, assert_within_ulps
+from helpers import assert_exact
 from jaxmp._src.programs import jaxprs
 
 WIDTH, ROWS, LAYERS = 16, 88, 3
@@ -386,23 +386,6 @@ def test_inside_an_autocast_function(model, name, outer):
     for g, h in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
         assert g.dtype == jnp.float32
         np.testing.assert_allclose(g, h, atol=2**-7 * (np.abs(h).max() + 2**-30))
-
-
-def _decorated(fn, policy):
-    return jaxmp.autocast(policy)(fn)
-
-
-@pytest.mark.parametrize("transform", [jaxmp.autocast, _decorated])
-def test_a_derivative_of_an_autocast_function_says_that_it_has_no_effect(transform):
-    said, plain = policy_of("bf16", reduce_dtype="float32"), policy_of("bf16")
-    loss = transform(loss_of(dense), said)
-    value = jax.jit(loss)(PARAMS, X)
-    with pytest.warns(UserWarning, match="reduce_dtype is for jaxmp.value_and_grad"):
-        found = jax.jit(jax.value_and_grad(loss))(PARAMS, X)
-    assert_within_ulps(found[0], value, 4)
-    assert_within_ulps(found, jax.jit(jax.value_and_grad(transform(loss_of(dense), plain)))(PARAMS, X), 4)
-    with jaxmp.autocast(said):  # of modules that are called in it
-        nn.Dense(4).init(jax.random.key(0), X)
 
 
 def test_masters_move_by_the_unrounded_gradient():

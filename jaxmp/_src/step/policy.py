@@ -95,7 +95,8 @@ class Policy(jmp.Policy):
       recipe: fp8 recipe of the policy's matmuls, a `DelayedScaling()` for "fp8"; None: no fp8.
       fp8_weights: whether kernels of fp8 layers are stored in fp8; see `get_policy`.
       reduce_dtype: float32, or None, in which `value_and_grad` makes gradients, so that devices sum them in it; None:
-        in the compute dtype. `"auto"` becomes float32 for float32 params and 16-bit computation without fp8, else None.
+        in the compute dtype, as by `jax.grad` of an autocast function. `"auto"` becomes float32 for float32 params and
+        16-bit computation without fp8, else None.
 
     Example:
       >>> policy = get_policy("fp16", keep_fp32=("*norm*",))
@@ -149,11 +150,6 @@ class Policy(jmp.Policy):
             )
         return np.dtype(np.float32)
 
-    @property
-    def says_reduce_dtype(self) -> bool:
-        """Whether `reduce_dtype` is another than the dtypes and the recipe bring along."""
-        return self.reduce_dtype != self._usual_reduce_dtype()
-
     def _usual_reduce_dtype(self) -> Any:
         is_mixed = self.param_dtype == jnp.float32 and self.computes_in_16_bits and self.recipe is None
         return np.dtype(np.float32) if is_mixed else None
@@ -166,7 +162,7 @@ class Policy(jmp.Policy):
             for field in others
             if field.name != "reduce_dtype" and getattr(self, field.name) != field.default
         }
-        if self.says_reduce_dtype:
+        if self.reduce_dtype != self._usual_reduce_dtype():
             shown["reduce_dtype"] = None if self.reduce_dtype is None else self.reduce_dtype.name
         return text + "".join(f" {name}={value!r}" for name, value in shown.items())
 
