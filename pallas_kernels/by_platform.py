@@ -98,7 +98,8 @@ def written(arrays: Any, *, platform: str = "cpu") -> Any:
     XLA for TPU joins the halves of a split master and its moments in one pass over memory if the weight is one array
     before them: 28 bytes of HBM per param, and 46 without.
     """
-    return by_platform(lambda x: x, arrays, **{platform: lambda _, x: jax.tree.map(jax.lax.optimization_barrier, x)})
+    ways: dict[str, Any] = {platform: lambda _, x: jax.tree.map(jax.lax.optimization_barrier, x)}
+    return by_platform(lambda x: x, arrays, **ways)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
