@@ -28,7 +28,7 @@ def fitted(
     """`saved` with the arrays of each device for as many devices as `wanted` has; arrays, or descriptions of arrays."""
     state = dict(saved.state)
     arrays = [x for path, x in state.items() if placement.axis_of(path) is not None and isinstance(x, _ARRAYS)]
-    is_of_all = any(x.shape == (1,) and _is_of_devices(x) and int(x[0]) == reduce.OF_ALL for x in arrays)
+    is_of_all = any(x.shape == (1,) and _is_of_devices(x) and int(np.asarray(x)[0]) == reduce.OF_ALL for x in arrays)
     for path, like in wanted.items():
         x = state.get(path)
         if x is None or placement.axis_of(path) is None or x.shape == like.shape or x.shape[1:] != like.shape[1:]:
