@@ -174,7 +174,6 @@ def test_leaves_hold_the_scale_of_unscaled_gradients():
     assert_exact(only_scales(seen[1.0]), {LHS: amax_of(X), RHS: F32(1), GRAD: F32(1)})
 
 
-@pytest.mark.thorough(0)
 def test_no_leaf_moves_on_a_skip():
     tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**12, hysteresis=1))
     step = jax.jit(make_step(tx))

@@ -158,7 +158,6 @@ def test_donated_buffers_are_still_reused():
     assert bool(jaxmp.all_finite(state))
 
 
-@pytest.mark.thorough(0)
 @pytest.mark.parametrize("how", ["pmap", "shard_map"])
 def test_on_devices_it_is_the_same_everywhere(how):
     alone = jax.device_get(compiled()(start(), np.int32(0), np.int32(1), ONES, X, Y)[2])

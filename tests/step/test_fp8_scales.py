@@ -369,7 +369,6 @@ def train(step, state, seeds):
     return jax.block_until_ready(state)
 
 
-@pytest.mark.thorough(0)
 @pytest.mark.parametrize("how", ["orbax", "flax"])
 def test_a_restored_run_goes_on_to_the_bit(how, tmp_path):
     tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**10, growth_interval=2))

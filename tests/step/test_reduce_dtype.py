@@ -241,7 +241,6 @@ def test_on_a_mesh(axis_type):
         np.testing.assert_allclose(g, h, atol=2**-7 * (np.abs(h).max() + 2**-30))
 
 
-@pytest.mark.thorough(0)
 def test_pmap():
     policy = policy_of("fp16", reduce_dtype="float32")
     p = policy.cast_to_param(PARAMS)
