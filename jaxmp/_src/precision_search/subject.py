@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.fp8 import linen_layers, matmul, nnx_layers, scale_leaves
+from jaxmp._src.fp8 import chosen_layers, linen_layers, matmul, nnx_layers, scale_leaves
 from jaxmp._src.fp8.recipes import CurrentScaling
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import taps
@@ -123,7 +123,8 @@ class Subject:
             return False
 
         # It calls the filter for each layer of linen that could run in fp8.
-        with linen_layers.autocast(CurrentScaling(), filter=note):
+        rule = chosen_layers.Rule("jaxmp.suggest_policy", CurrentScaling(), note)
+        with linen_layers.region(rule, enabled=True, idle_only=True):
             jax.eval_shape(self.loss(hook), self.params, self.batch)
         if self.is_nnx:
             with warnings.catch_warnings():

@@ -8,8 +8,7 @@ no program of equal text was. Arrays in the closure are inputs, and no program k
 
 import functools
 import hashlib
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ from jaxmp._src.programs import jaxprs
 
 _MOST = 32  # programs that are kept
 _LONGEST = 2**24  # characters of a program that is kept: a longer one holds large constants
-_programs: OrderedDict[Any, Any] = OrderedDict()
 
 
 def once(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +54,14 @@ def _compiled(fn: Callable[..., list[Any]], operands: list[Any]) -> list[Any]:
         return lowered.compile()(*operands)
     places = tuple((x.sharding, x.committed) if isinstance(x, jax.Array) else None for x in operands)
     key = hashlib.sha256(text.encode()).digest(), places, jax.config.jax_default_device
-    _programs[key] = program = _programs.pop(key, None) or lowered.compile()
-    while len(_programs) > _MOST:
-        _programs.popitem(last=False)
-    return program(*operands)
+    kept = _kept(key)
+    if "program" not in kept:
+        kept["program"] = lowered.compile()
+    return kept["program"](*operands)
+
+
+@functools.lru_cache(maxsize=_MOST)
+def _kept(key: Hashable) -> dict[str, Any]:
+    """What is kept for a program."""
+    del key
+    return {}
