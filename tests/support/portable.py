@@ -116,6 +116,12 @@ def cpu() -> str:
     return " ".join([model[1] if model else platform.machine(), *has])
 
 
+def commit() -> str | None:
+    """The commit that ran; None outside of git."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip() or None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -135,7 +141,7 @@ def main() -> int:
         exits.append(row["exit"])
         if known.json:
             found = json.loads(known.json.read_text()) if known.json.exists() else {}
-            found[f"{name}, jax {row['jax']}"] = row | {"cpu": cpu()}
+            found[f"{name}, jax {row['jax']}"] = row | {"cpu": cpu(), "commit": commit()}
             known.json.write_text(json.dumps(found, indent=1) + "\n")
     return max(exits, default=0)
 

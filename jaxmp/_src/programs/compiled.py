@@ -24,13 +24,15 @@ _LONGEST = 2**24  # characters of a program that is kept: a longer one holds lar
 def once(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, a function of pytrees of arrays and numbers, as one program, compiled once.
 
-    Inside another program, and for traced arrays, it is `fn` under `jax.jit`, written out.
+    Inside another program it is `fn` itself, and for arrays that a derivative or a vmap traces, `jax.jit` of it.
     """
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
+        if compat.is_in_program():
+            return fn(*args)
         leaves = jax.tree.leaves(args)
-        if compat.is_in_program() or _any_traced(leaves) or jax.config.jax_disable_jit:
+        if _any_traced(leaves) or jax.config.jax_disable_jit:
             return jax.jit(fn, inline=True)(*args)
         closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
         jaxpr, consts = jaxprs.without_constants(closed, closed)
