@@ -67,17 +67,18 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """[B, H, W, 3] -> [B, 16]."""
+    """[B, H, W, 3] -> [B, 16]: bottlenecks in stages of a width and a number of blocks."""
 
     dtype: Any
+    stages: tuple[tuple[int, int], ...] = ((64, 2), (128, 2), (256, 2))
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         x = nn.Conv(64, (7, 7), strides=2, use_bias=False, dtype=self.dtype)(x)
         x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
         x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
-        for i, width in enumerate((64, 128, 256)):
-            for j in range(2):
+        for i, (width, blocks) in enumerate(self.stages):
+            for j in range(blocks):
                 x = Bottleneck(width, 2 if i and not j else 1, self.dtype)(x)
         return nn.Dense(16, dtype=F32)(x.mean((1, 2)))
 
@@ -348,22 +349,6 @@ class WaveNet(nn.Module):
         return nn.Conv(64, (1,), dtype=F32)(nn.relu(total))
 
 
-class ResNet50(nn.Module):
-    """[B, H, W, 3] -> [B, 16]: 50 layers, in four stages of bottlenecks."""
-
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        x = nn.Conv(64, (7, 7), strides=2, use_bias=False, dtype=self.dtype)(x)
-        x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
-        x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
-        for i, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
-            for j in range(blocks):
-                x = Bottleneck(width, 2 if i and not j else 1, self.dtype)(x)
-        return nn.Dense(16, dtype=F32)(x.mean((1, 2)))
-
-
 class GAN(nn.Module):
     """[B, 64, 64, 3] -> [B, 3]: what a discriminator says of real images, and of a generator's for either loss."""
 
@@ -488,7 +473,8 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield OTHERS, make("VGG", model=VGG, x=images, labels=labels)
         yield TUNED, make("ConvNeXt", model=ConvNeXt, x=images, labels=labels)
         yield OTHERS, make("Llama, 4 blocks", model=Llama, x=words, labels=words)
-        yield OTHERS, make("ResNet-50", model=ResNet50, x=images, labels=labels)
+        fifty = functools.partial(ResNet, stages=((64, 3), (128, 4), (256, 6), (512, 3)))
+        yield OTHERS, make("ResNet-50", model=fifty, x=images, labels=labels)
         yield OTHERS, make("GAN", model=GAN, x=jax.ShapeDtypeStruct((128, 64, 64, 3), F32), labels=i32((128,)))
         yield OTHERS, make("diffusion, MLP", model=Diffusion, x=rows, labels=i32((8192,)))
         yield OTHERS, make("convolutions over time", model=Conv1d, x=waves, labels=i32((16,)))

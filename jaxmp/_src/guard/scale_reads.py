@@ -117,13 +117,6 @@ def unscale(grads: PyTree, opt_state: Any) -> PyTree:
     return found
 
 
-def note_used(scale: Array) -> None:
-    """Notes that an update of the gradients of `scale` was made: it speaks for no other one."""
-    if (read_for := MEMORY.read.get(scale)) is not None:
-        MEMORY.alone.subtract(read_for)
-        read_for.clear()
-
-
 def note_made(scale: Array, *, before: Array) -> None:
     """Notes that an update made `scale` from the scale `before`."""
     if isinstance(scale, Tracer) and scale is not before:
@@ -195,11 +188,16 @@ def check_not_scaled(grads: PyTree) -> None:
     )
 
 
-def check(grads: PyTree, scale: Array) -> None:
-    """Warns if `grads` of an update that divides by `scale`, a dynamic one, cannot have been scaled by it."""
+def check(grads: PyTree, scale: Array, *, is_dynamic: bool = True) -> None:
+    """Warns if `grads` of an update that divides by `scale`, a dynamic one, cannot have been scaled by it.
+
+    The scale then is used: it speaks for no other update.
+    """
     first = next(iter(jax.tree.leaves(grads)), None)
     scaled_by, unscaled_by = _scale_of(first), MEMORY.unscaled.get(first)
-    if unscaled_by is not None and unscaled_by() is scale:
+    if not is_dynamic:
+        pass
+    elif unscaled_by is not None and unscaled_by() is scale:
         warn(
             "unread-loss-scale",
             "gradients are unscaled once, by the update; got those that jaxmp.unscale returned, which are to look at: "
@@ -216,7 +214,7 @@ def check(grads: PyTree, scale: Array) -> None:
             UnreadLossScale,
         )
     elif not isinstance(scale, Tracer):
-        return
+        pass
     elif MEMORY.made.get(scale) and MEMORY.read.get(scale) is None and compat.trace_state() in MEMORY.traces:
         warn(
             "unread-loss-scale",
@@ -234,6 +232,9 @@ def check(grads: PyTree, scale: Array) -> None:
             "jaxmp.get_loss_scale(()) once, or ignore the category jaxmp.UnreadLossScale.)",
             UnreadLossScale,
         )
+    if (read_for := MEMORY.read.get(scale)) is not None:
+        MEMORY.alone.subtract(read_for)
+        read_for.clear()
 
 
 def check_not_changed(grads: PyTree) -> None:

@@ -95,7 +95,6 @@ def shared_loss_scale(
 
     def apply_gradients(tx: Any, grads: PyTree, opt_state: Any, params: PyTree, scale_state: Any, **extra: Any) -> Any:
         scale_reads.check(grads, scale_state.scaling.loss_scale)
-        scale_reads.note_used(scale_state.scaling.loss_scale)
         return shared.apply_gradients(tx, grads, opt_state, params, scale_state, **extra)
 
     def update(scale_state: Any) -> Any:
@@ -209,12 +208,10 @@ def _look_at_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: 
         _look_at_branches(state.optimizer_state)
     is_dynamic = rule.scales and not isinstance(rule.scaler, static.StaticLossScale)
     own_scale = state.scaling.loss_scale if is_dynamic and extra.get("loss_scale") is None else None
-    if own_scale is not None:
-        scale_reads.check(grads, own_scale)
+    if state.scaling is not None:
+        scale_reads.check(grads, state.scaling.loss_scale, is_dynamic=own_scale is not None)
     if rule.scales:
         scale_reads.check_not_changed(grads if rule.moves_scales is None else scale_leaves.partition(grads)[1])
-    if state.scaling is not None:
-        scale_reads.note_used(state.scaling.loss_scale)
     if ambient.now().notes.gathered_params:
         held = extra | _of_a_step(rule, state, extra)
         of_weights = params if state.master_params is None else casting.cast_floats(params, jnp.float32)
@@ -227,8 +224,7 @@ def _is_usual(rule: Rule, grads: PyTree, state: StepState, params: PyTree) -> bo
 
     And each gradient of a param's shape. All else is looked at by path.
     """
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-    own, held = jax.tree.leaves(params), jax.tree.leaves(state.master_params, is_leaf=is_masked)
+    own, held = jax.tree.leaves(params), jax.tree.leaves(state.master_params, is_leaf=_is_masked)
     policy = rule.policy if rule.moves_scales is None and rule.remainder is None else None
     if policy is None or jax.tree.structure(grads) != jax.tree.structure(params) or len(own) != len(held):
         return False

@@ -53,6 +53,12 @@ def own_part(path: Sequence[Any], x: Any) -> Any:
     return x if per_device.axis_of(path) is None else jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
+def owners(params: PyTree, splits: Mapping[str, PartitionSpec]) -> dict[str, tuple[Any, PartitionSpec]]:
+    """Each param with its spec, by the path that `keystr` writes; `splits` has the specs by path, from `specs_of`."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path): (x, splits[tree_paths.path_str(path)]) for path, x in leaves}
+
+
 def spec_in_state(
     path: str, x: Any, params: Mapping[str, tuple[Any, PartitionSpec]], mesh: AnyMesh | None
 ) -> PartitionSpec:
@@ -61,7 +67,7 @@ def spec_in_state(
     An axis of another length than the param's, as scales of 8-bit moments have, is whole if the devices do not divide
     it: `sharding_of` cuts it so.
     """
-    # Paths are those of `jax.tree_util.keystr`, as for `owner_of`; `params` has (param, its spec) by path.
+    # `path` is of `jax.tree_util.keystr`, as for `owner_of`; `params` is from `owners`.
     owner = shardings.owner_of(path, params)
     if owner is None or len(params[owner][0].shape) != len(x.shape):
         return PartitionSpec()

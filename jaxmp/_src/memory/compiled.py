@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
+from jax.tree_util import keystr, tree_map_with_path
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
@@ -82,7 +82,7 @@ def compiled(
       mesh: the devices; None: the default device.
     """
     params, opt_state, batch = arguments
-    owners = {keystr(path): (x, splits[tree_paths.path_str(path)]) for path, x in tree_leaves_with_path(params)}
+    owners = bytes_per_device.owners(params, splits)
     places = (
         tree_paths.map_with_path(lambda path, x: _placed(x, splits[path], mesh), params),
         tree_map_with_path(

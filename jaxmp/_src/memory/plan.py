@@ -248,7 +248,7 @@ def plan(
             for path, x in leaves
         )
 
-    owners = {keystr(path): (x, splits[tree_paths.path_str(path)]) for path, x in tree_leaves_with_path(shapes)}
+    owners = bytes_per_device.owners(shapes, splits)
     jaxpr, grads, others, taken = None, jax.tree.map(_gradient_like, stored), 0, None
     gathers = False
     if loss_fn is not None:

@@ -264,7 +264,7 @@ def scaled_value_and_grad(
 
         grad = fp8.grad(scaled_loss, differentiated)
         run = functools.partial(_one_batch if k == 1 else _microbatches, fp8, grad)
-        if fp8.is_used or (k > 1 and not compat.is_in_program()):
+        if fp8.is_used or k > 1:
             # Outside jit, jax cannot combine the amaxes of a leaf that is used twice, and compiles each scan anew.
             run = compiled.once(run)
         loss, aux, carry, grads = run(trained, carry, batches)
