@@ -9,6 +9,7 @@ tests, or on the number of pytest's processes. A variant is one value of each:
     width         bits of a vector that LLVM prefers
     threads       of the CPU client
     jobs          pytest's processes
+    dist          how they share the tests: "loadgroup" keeps the tests of a group in one process, "load" none
     order         the seed of a random order of modules, and of tests within each
     compilers     a seed: each program is compiled with LLVM's optimizations or without (tests/support/compilers.py)
 
@@ -39,6 +40,7 @@ class Variant(NamedTuple):
     width: int = 256
     threads: int | None = None
     jobs: int = 2
+    dist: str = "loadgroup"
     compilers: str = ""
     order: int = 0
 
@@ -48,7 +50,7 @@ VARIANTS = {
     "avx": Variant("AVX", optimized=1, width=256, threads=4, order=2),
     "avx2": Variant("AVX2", optimized=1, width=128, threads=1, order=3),
     "avx512": Variant("AVX512", optimized=1, width=512, threads=4, order=4),
-    "avx512-plain": Variant("AVX512", optimized=0, width=512, threads=1, jobs=3, order=5),
+    "avx512-plain": Variant("AVX512", optimized=0, width=512, threads=1, jobs=3, dist="load", order=5),
     "mixed": Variant("AVX512", threads=4, compilers="1", order=6),
 }
 
@@ -82,7 +84,7 @@ def run(name: str, pytest: list[str]) -> dict:
     """Runs the suite in a variant; what ran, and how it went."""
     variant, start = VARIANTS[name], time.monotonic()
     order = ["--random-order-bucket=module", f"--random-order-seed={variant.order}"]
-    command = [sys.executable, "-m", "pytest", "-q", "-n", str(variant.jobs), "--dist", "loadgroup", *order, *pytest]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(variant.jobs), "--dist", variant.dist, *order, *pytest]
     print(f"=== {name}: {variant}", flush=True)
     process = subprocess.Popen(command, cwd=ROOT, env=environment_of(variant), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
