@@ -119,6 +119,12 @@ def devices_of(tree: PyTree) -> int:
     return max((mesh.size for mesh in found), default=1)
 
 
+def may_be_split(tree: PyTree) -> bool:
+    """Whether devices may share an array of a tree, or its type says how they would: such arrays are not joined."""
+    explicit = jax.sharding.AxisType.Explicit
+    return devices_of(tree) > 1 or any(explicit in (mesh.axis_types or ()) for mesh in meshes(tree))
+
+
 def meshes(tree: PyTree) -> list[AbstractMesh | Mesh]:
     """The mesh of this region of a program, and those of the arrays of a tree; some may be empty."""
     return [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))]

@@ -108,13 +108,13 @@ def test_no_number_is_overlooked(size, count):
 
 
 def test_on_a_cpu_a_few_arrays_or_parts_are_joined():
-    """Of one size, where no devices share them: sixteen in one loop; one more loop joins what these found."""
+    """Where no devices share them: sixteen of one size in one loop, all small ones in one more, and what these found."""
     flag = jax.jit(lambda *xs: reductions.any_unusable(xs))
-    alike, others = [jnp.ones((8, 4))] * 17, [jnp.ones((4, 9)), jnp.ones(2**15)]
+    alike, others = [jnp.ones((64, 64))] * 17, [jnp.ones((4, 9)), jnp.ones(2**15), jnp.ones(3), jnp.ones(())]
     text = flag.lower(*alike, *others).as_text("hlo")
-    assert text.count(" reduce(") == 2 + 2 + 1
+    assert text.count(" reduce(") == 2 + 1 + 1 + 1
     assert text.count(" slice(") >= 16  # of the large one
-    for i in (0, 7, 16, 17, 18):
+    for i in (0, 7, 16, 17, 18, 19, 20):
         xs = [*alike, *others]
         xs[i] = xs[i].reshape(-1).at[-1].set(jnp.nan).reshape(xs[i].shape)
         assert flag(*xs)

@@ -305,15 +305,18 @@ def test_nnx_optimizer(name):
 
 
 @pytest.mark.thorough(4)
+@pytest.mark.parametrize("devices", [1, 8])
 @each_program_anywhere
-def test_types_are_stable_on_eight_devices(name):
-    """Explicit sharding: `jax.typeof` (with its sharding) of state and params is the same before and after."""
+def test_types_are_stable_on_an_explicit_mesh(name, devices):
+    """`jax.typeof` (with its sharding) of state and params is the same before and after."""
     part = PARTS[name]
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:devices])
     with jax.set_mesh(mesh):
 
         def place(x):
-            return jax.device_put(x, NamedSharding(mesh, P("data") if x.shape[0] == 8 else P()))
+            last = x.ndim - 1 if devices == 1 else 0
+            axes = P(*[None] * last, "data")
+            return jax.device_put(x, NamedSharding(mesh, axes if devices == 1 or x.shape[0] == 8 else P()))
 
         tx = optax.with_extra_args_support(part.make())
         params32 = jax.tree.map(place, PARAMS32)

@@ -53,7 +53,7 @@ def unusable_and_largest(
         return bad, jnp.full((), -1, jnp.float32)
 
     def on_cpu(_: Any, arrays: list[Array], factor: Any) -> tuple[Array, Array]:
-        if backend.devices_of(arrays) > 1:  # devices may share them in different ways
+        if backend.may_be_split(arrays):  # devices may share them in different ways
             return plain(arrays, factor)
         largest = largest_on_cpu(arrays, factor)
         return ~(largest < LARGEST), largest
@@ -69,34 +69,38 @@ def largest_on_cpu(arrays: Sequence[Float[Array, "..."]], factor: Float[Array, "
     are compared, in the 16 bits of the array, and one number of each group is converted and multiplied.
 
     XLA for CPU needs a loop for the operands of a reduction, which writes them, and one that reads them. So a few
-    arrays of one size, or a few parts of a large one, are joined elementwise before.
+    arrays of one size, or a few parts of a large one, are joined elementwise before. Small ones come one after the
+    other in one array: each loop takes longer to compile than they take to copy.
     """
     alike: dict[tuple[Any, int], list[Array]] = {}
+    small: dict[Any, list[Array]] = {}
     for x in arrays:
         if x.size:
             x = x if x.dtype in (jnp.float16, jnp.bfloat16) else x.astype(jnp.float32)
-            alike.setdefault((x.dtype, x.size), []).append(x.reshape(-1))
+            like = small.setdefault(x.dtype, []) if x.size < _SMALL else alike.setdefault((x.dtype, x.size), [])
+            like.append(x.reshape(-1))
     groups = [xs[i : i + _JOINED] for xs in alike.values() for i in range(0, len(xs), _JOINED)]
-    found = [_largest_of(group).astype(jnp.float32) for group in groups]
+    found = [_largest_of(group, -(-_JOINED // len(group)) if group[0].size >= _LARGE else 1) for group in groups]
+    found += [_largest_of([jnp.concatenate(xs)], 1) for xs in small.values()]
     if not found:
         return jnp.zeros((), jnp.float32)
     return reference.largest_magnitude(jnp.stack(found) if factor is None else jnp.stack(found) * factor)
 
 
 _JOINED = 16
+_SMALL = 2**12
 _LARGE = 2**14
 
 
-def _largest_of(alike: Sequence[Float[Array, "N"]]) -> Float[Array, ""]:
-    """The number of the largest magnitude in arrays of one dtype and size, without its sign; NaN if there is one."""
+def _largest_of(alike: Sequence[Float[Array, "N"]], count: int) -> Float[Array, ""]:
+    """The largest magnitude in arrays of one dtype and size, each cut into `count` parts, in float32; NaN if one is."""
     (dtype,), (size,) = {x.dtype for x in alike}, {x.size for x in alike}
     kind = jnp.dtype(f"int{8 * dtype.itemsize}")
-    count = -(-_JOINED // len(alike)) if size >= _LARGE else 1
     length = -(-size // count)
     starts = [min(i * length, size - length) for i in range(count)]  # the last part may overlap the one before
     parts = [lax.slice(x, (start,), (start + length,)) for x in alike for start in starts] if count > 1 else alike
     bits = [lax.bitcast_convert_type(x, kind) & np.array(jnp.iinfo(kind).max, kind) for x in parts]
-    return lax.bitcast_convert_type(jnp.max(functools.reduce(lax.max, bits)), dtype)
+    return lax.bitcast_convert_type(jnp.max(functools.reduce(lax.max, bits)), dtype).astype(jnp.float32)
 
 
 def any_nonfinite(arrays: Sequence[Array]) -> Bool[Array, ""]:

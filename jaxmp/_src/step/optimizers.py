@@ -223,7 +223,7 @@ def saturated_masters(low: list[Pair]) -> Float[Array, ""]:
         return sum((jnp.sum(beyond(q)) for q in low), start=jnp.zeros((), jnp.float32))
 
     def count_if_any(_: Any, low: list[Pair]) -> Array:
-        if backend.devices_of(low) > 1:  # where devices share arrays, each reduction is a message, and a join another
+        if backend.may_be_split(low):  # where devices share arrays, each reduction is a message, and a join another
             return count(low)
         # XLA for CPU writes 4 bytes for each number of a sum; and it converts float16 slowly.
         found = reductions.largest_on_cpu([q.param for q in low], None) >= limit
@@ -237,7 +237,7 @@ def saturated_masters(low: list[Pair]) -> Float[Array, ""]:
         # XLA for GPU sums rows in the pass that writes the masters. To sum an array it needs a second launch, so rows
         # of one shape are added first. (Where devices share arrays, these may be split in different ways.)
         rows = lax.optimization_barrier([jnp.sum(beyond(q), axis=-1) for q in low])
-        if backend.devices_of(rows) > 1:
+        if backend.may_be_split(rows):
             return sum((jnp.sum(x) for x in rows), start=jnp.zeros((), jnp.float32))
         alike: dict[tuple[int, ...], Array] = {}
         for x in rows:
