@@ -240,8 +240,8 @@ def multi_tensor_update(
                 return multi_tensor.reference(f, given, scalars, n_sums=n_sums)
 
             if n_sums:  # sums of masters before the step: XLA for CPU must be told to count first, or it copies them
-                counted = lambda old: (found(old).sums, old)  # noqa: E731
-                sums, old = by_platform(counted, old, cpu=lambda f, old: jax.lax.optimization_barrier(f(old)))
+                both = found(old).sums, old
+                sums, old = by_platform(lambda x: x, both, cpu=lambda _, x: jax.lax.optimization_barrier(x))
             ends = [len(leaf.states) for leaf in whole]
             return [(x[:end], x[end:]) for x, end in zip(found(old).leaves, ends, strict=True)], sums
 

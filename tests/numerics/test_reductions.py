@@ -108,7 +108,7 @@ def test_no_number_is_overlooked(size, count):
 
 
 def test_on_a_cpu_a_few_arrays_or_parts_are_joined():
-    """Where no devices share them: sixteen of one size in one loop, all small ones in one more, and what these found."""
+    """Where no devices share them: sixteen of one size in a loop, all small ones in one more, then what these found."""
     flag = jax.jit(lambda *xs: reductions.any_unusable(xs))
     alike, others = [jnp.ones((64, 64))] * 17, [jnp.ones((4, 9)), jnp.ones(2**15), jnp.ones(3), jnp.ones(())]
     text = flag.lower(*alike, *others).as_text("hlo")

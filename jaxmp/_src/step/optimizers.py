@@ -176,13 +176,7 @@ class Optax(NamedTuple):
                 found = [select(n, o) if adding else masters.chosen(taken, n, o) for adding, n, o in parts]
                 return found, *jax.tree.map(select, new[1:], old[1:])
 
-        # Masters before the step: XLA for GPU counts them in the pass that reads them. XLA for CPU must be told to
-        # count first, or it copies them.
-        saturated = jnp.zeros((), jnp.float32)
-        in_float16 = lambda pair: pair.param is not None and pair.param.dtype == jnp.float16  # noqa: E731
-        if low := [i for i, pair in enumerate(pairs) if in_float16(pair) and pair.master is not None]:
-            counted = lambda pairs: (saturated_masters([pairs[i] for i in low]), pairs)  # noqa: E731
-            saturated, pairs = by_platform(counted, pairs, cpu=lambda f, pairs: lax.optimization_barrier(f(pairs)))
+        saturated, pairs = saturated_masters(pairs)
         old = [-0.0 if adding else pair for adding, pair in zip(adds, pairs, strict=True)]
         new, state, others = when(step.taken, update, old, state, beside.old, choose=choose)
         like = lambda pair, x: jnp.full_like(pair.master, x, dtype=jnp.float32)  # noqa: E731
@@ -213,16 +207,21 @@ def updated(
     return jax.tree.leaves(moves), new
 
 
-def saturated_masters(low: list[Pair]) -> Float[Array, ""]:
-    """How many masters of float16 params lie beyond its range."""
+def saturated_masters(pairs: list[Pair]) -> tuple[Float[Array, ""], list[Pair]]:
+    """(How many masters of float16 params lie beyond its range, `pairs`), before the step."""
 
     limit = np.float32(np.finfo(np.float16).max)
     beyond = lambda q: (jnp.abs(jnp.atleast_1d(q.master)) > limit).astype(jnp.float32)  # noqa: E731
+    low = [
+        i for i, q in enumerate(pairs) if q.param is not None and q.master is not None and q.param.dtype == jnp.float16
+    ]
+    if not low:
+        return jnp.zeros((), jnp.float32), pairs
 
     def count(low: list[Pair]) -> Array:
         return sum((jnp.sum(beyond(q)) for q in low), start=jnp.zeros((), jnp.float32))
 
-    def count_if_any(_: Any, low: list[Pair]) -> Array:
+    def count_if_any(low: list[Pair]) -> Array:
         if backend.may_be_split(low):  # where devices share arrays, each reduction is a message, and a join another
             return count(low)
         # XLA for CPU writes 4 bytes for each number of a sum; and it converts float16 slowly.
@@ -233,7 +232,7 @@ def saturated_masters(low: list[Pair]) -> Float[Array, ""]:
         axes = frozenset().union(*(varying_axes(q.master) for q in low))
         return lax.cond(found, joined, lambda _: as_varying(jnp.zeros((), jnp.float32), axes), low)
 
-    def count_in_pass(_: Any, low: list[Pair]) -> Array:
+    def count_in_pass(low: list[Pair]) -> Array:
         # XLA for GPU sums rows in the pass that writes the masters. To sum an array it needs a second launch, so rows
         # of one shape are added first. (Where devices share arrays, these may be split in different ways.)
         rows = lax.optimization_barrier([jnp.sum(beyond(q), axis=-1) for q in low])
@@ -244,7 +243,11 @@ def saturated_masters(low: list[Pair]) -> Float[Array, ""]:
             alike[x.shape] = alike[x.shape] + x if x.shape in alike else x
         return sum((jnp.sum(x) for x in alike.values()), start=jnp.zeros((), jnp.float32))
 
-    return by_platform(count, low, cpu=count_if_any, cuda=count_in_pass, rocm=count_in_pass)
+    beside = lambda count, pairs: (count([pairs[i] for i in low]), pairs)  # noqa: E731
+    on_gpu = lambda _, pairs: beside(count_in_pass, pairs)  # noqa: E731
+    # XLA for CPU must be told to count before it overwrites the masters, or it copies them.
+    on_cpu = lambda _, pairs: lax.optimization_barrier(beside(count_if_any, pairs))  # noqa: E731
+    return by_platform(lambda pairs: beside(count, pairs), pairs, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu)
 
 
 class InPlace(optax.GradientTransformationExtraArgs):
