@@ -561,6 +561,16 @@ def test_split_microbatches_keeps_order_and_dtypes():
     assert_exact(out, {"x": np.arange(6, dtype=np.int8).reshape(3, 2, 1), "y": (np.ones((3, 2), F16), None)})
 
 
+def test_microbatches_on_an_explicit_mesh_of_one_device_are_blocks_of_rows():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
+    for spec in (P("data"), P(None, "data"), P()):
+        x = jax.device_put(jnp.arange(12.0).reshape(6, 2), NamedSharding(mesh, spec))
+        assert_moved(
+            jax.jit(lambda x: microbatches.split_microbatches(x, 3))(x),
+            np.arange(12, dtype=np.float32).reshape(3, 2, 2),
+        )
+
+
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("k", [2, 8])

@@ -69,16 +69,17 @@ def split_microbatches(tree: PyTree, k: int) -> PyTree:
 def _cut(x: Array, k: int) -> Array:
     """[n, ...] -> [k, n/k, ...]: blocks of rows, or every k-th row if `x` lies on a mesh under jit."""
     sharding = jax.typeof(x).sharding
-    n, rest = x.shape[0], x.shape[1:]
-    if not _lies_on_mesh(sharding.mesh):
-        return x.reshape(k, n // k, *rest)
-    spec = tuple(sharding.spec)
-    if any(axis is not None for axis in spec):  # a mesh with explicit axes needs the sharding of the result
-        cut = NamedSharding(sharding.mesh, PartitionSpec(spec[0], None, *spec[1:]))  # a spec alone needs jax.set_mesh
-        x = lax.reshape(x, (n // k, k, *rest), out_sharding=cut)
-    else:
-        x = x.reshape(n // k, k, *rest)
-    return x.swapaxes(0, 1)
+    n, rest, (rows, *others) = x.shape[0], x.shape[1:], tuple(sharding.spec) or (None,)
+
+    def shaped(shape: tuple[int, ...], spec: tuple[Any, ...]) -> Array:
+        if rows is None and not any(others):
+            return x.reshape(shape)
+        # A mesh with explicit axes needs the sharding of the result; a spec alone needs jax.set_mesh.
+        return lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+    if _lies_on_mesh(sharding.mesh):
+        return shaped((n // k, k, *rest), (rows, None, *others)).swapaxes(0, 1)
+    return shaped((k, n // k, *rest), (None, rows, *others))
 
 
 def _lies_on_mesh(mesh: Any) -> bool:
