@@ -35,6 +35,7 @@ import gc
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -86,8 +87,10 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Takes n of the cases that are marked `thorough(n)`: all with `--all`, and those that the command line names."""
-    if config.getoption("all") or any("::" in argument for argument in config.args):
+    if config.getoption("all"):
         return
+    arguments = [argument.partition("::") for argument in config.args]
+    named = [(config.invocation_params.dir.joinpath(path).resolve(), name) for path, _, name in arguments if name]
     thorough = defaultdict(list)
     for item in items:
         marks = [mark.args[0] for mark in item.iter_markers("thorough")]
@@ -96,9 +99,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             thorough[item.path, getattr(item, "cls", None), name, min(marks)].append(item)
     left_out = set()
     for (*_, n), cases in thorough.items():
-        left_out |= set(cases) - _sample(cases, n)
+        those_named = {case for case in cases if any(_is_named(case, *by) for by in named)}
+        left_out |= set(cases) - _sample(cases, n) - those_named
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def _is_named(case: pytest.Item, path: Path, name: str) -> bool:
+    """Whether `path::name` of the command line means this case: by its own name, or by that of its test or class."""
+    own = case.nodeid.partition("::")[2]
+    return case.path == path and (own == name or own.startswith((f"{name}[", f"{name}::")))
 
 
 def _sample(cases: list[pytest.Item], n: int) -> set[pytest.Item]:
@@ -113,9 +123,12 @@ def _sample(cases: list[pytest.Item], n: int) -> set[pytest.Item]:
     return sample
 
 
-def _values(case: pytest.Item) -> set[tuple[str, int]]:
-    """(parameter, index of its value) of a case."""
-    return set(case.callspec.indices.items()) if hasattr(case, "callspec") else set()
+def _values(case: pytest.Item) -> set[tuple[int, str]]:
+    """(place of a `parametrize` among those of the test, id of its value) of a case.
+
+    By the parts of a case's name: `callspec.indices` numbers the cases, not the values, where they are stacked.
+    """
+    return set(enumerate(case.callspec._idlist)) if hasattr(case, "callspec") else set()
 
 
 @pytest.hookimpl(wrapper=True)
