@@ -779,9 +779,9 @@ def test_random_functions_run_within_the_tolerance_of_16_bits(program: list[tupl
         return values[-1]
 
     x = jax.random.uniform(KEY, (3, 3), minval=-1.0)
-    exact = fn(x)
+    exact = jax.jit(fn)(x)
     for dtype, bits in ((F16, 10), (BF16, 7)):
-        out = jaxmp.autocast(fn, dtype)(x)
+        out = jax.jit(jaxmp.autocast(fn, dtype))(x)
         assert out.shape == exact.shape
         assert out.dtype in (dtype, F32)
         assert np.max(np.abs(np.asarray(out, np.float32) - np.asarray(exact))) < 30 * 2.0**-bits

@@ -68,7 +68,7 @@ def test_haiku_modules_run_by_the_region(net):
 
 def test_a_haiku_module_inside_an_autocast_function_and_of_mixed_regions():
     model = hk.without_apply_rng(hk.transform(haiku_net))
-    params = model.init(jax.random.key(0), X)
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
     nested = jaxmp.autocast(in_region(model.apply, jnp.float16), jnp.bfloat16)
     assert set(matmuls(nested, params, X)) == {"float16"}
     assert set(matmuls(in_region(in_region(model.apply, jnp.float32)), params, X)) == {"float32"}
@@ -76,15 +76,15 @@ def test_a_haiku_module_inside_an_autocast_function_and_of_mixed_regions():
 
 def test_haiku_state_that_changes_is_refused():
     model = hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9)(hk.Linear(3)(x), is_training=True))
-    params, state = model.init(jax.random.key(0), X)
+    params, state = jax.eval_shape(model.init, jax.random.key(0), X)
     with pytest.raises(ValueError, match="may read haiku's state but not change it"):
-        in_region(model.apply)(params, state, None, X)
+        jax.eval_shape(lambda params, state: in_region(model.apply)(params, state, None, X), params, state)
 
 
 def test_random_numbers_of_haiku_in_a_region():
     model = hk.transform(lambda x: hk.dropout(hk.next_rng_key(), 0.5, hk.Linear(64)(x)))
-    params = model.init(jax.random.key(0), X)
-    a, b = (in_region(model.apply)(params, jax.random.key(k), X) for k in (1, 2))
+    params, apply = jax.jit(model.init)(jax.random.key(0), X), jax.jit(in_region(model.apply))
+    a, b = (apply(params, jax.random.key(k), X) for k in (1, 2))
     assert (a != b).any() and a.dtype == jnp.bfloat16
 
 
@@ -97,11 +97,10 @@ def test_a_region_that_reaches_nothing_says_so():
         "plain": lambda: X @ w,
         "nothing": lambda: None,
     }
-    for name, fn in idle.items():
-        for region in (jnp.float16, "bf16", "16-mixed"):
-            with fresh_process(), pytest.warns(UserWarning, match=NOTHING) as caught:
-                in_region(fn, region)()
-            assert [w.filename for w in caught] == [__file__], (name, region)
+    for name, region in [("plain", jnp.float16), ("plain", "16-mixed"), *((name, "bf16") for name in idle)]:
+        with fresh_process(), pytest.warns(UserWarning, match=NOTHING) as caught:
+            in_region(idle[name], region)()
+        assert [w.filename for w in caught] == [__file__], (name, region)
     with fresh_process(), pytest.warns(UserWarning, match=r"jaxmp.autocast\(model, jnp.bfloat16\)"):
         in_region(lambda: linear(X))()
     with fresh_process(), pytest.warns(UserWarning, match=NOTHING) as caught:

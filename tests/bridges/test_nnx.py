@@ -275,11 +275,12 @@ def test_extra_arguments_reach_the_optimizer_and_nan_stays_out():
     optimizer = nnx.Optimizer(model, jaxmp.mixed_precision(inner, "fp16", loss_scale=2.0), wrt=nnx.Param)
     jaxmp.nnx.cast_to_param(model, "fp16")
     good = jax.tree.map(lambda p: jnp.full_like(p, 0.5), nnx.state(model, nnx.Param))
+    update = nnx.jit(lambda optimizer, model, grads, value: optimizer.update(model, grads, value=value))
     for _ in range(2):
-        optimizer.update(model, good, value=jnp.float32(1.0))
+        update(optimizer, model, good, jnp.float32(1.0))
     assert_exact(optax.tree.get(nnx.as_pure(optimizer.opt_state), "scale"), F32(0.5))
     kept = kept_of(optimizer)
-    optimizer.update(model, jax.tree.map(lambda g: g * np.inf, good), value=jnp.float32(np.nan))
+    update(optimizer, model, jax.tree.map(lambda g: g * np.inf, good), jnp.float32(np.nan))
     assert_moved(kept_of(optimizer), kept)
     assert_exact(jaxmp.get_metrics(optimizer.opt_state)["skipped"], np.bool_(True))
 
@@ -423,7 +424,7 @@ def test_a_state_of_params_trains_as_a_tree(policy):
     tx = jaxmp.mixed_precision(optax.sgd(0.5), policy, loss_scale=None if policy == "fp32" else 2.0)
     params, opt_state = jaxmp.get_policy(policy).cast_to_param(params32), tx.init(params32)
     grads = jax.tree.map(jnp.ones_like, params)
-    new, new_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
+    new, new_state = jax.jit(lambda *args: jaxmp.apply_gradients(tx, *args))(grads, opt_state, params)
     assert jax.tree.structure((new, new_state)) == jax.tree.structure((params, opt_state))
     step = 0.25 if policy == "fp16" else 0.5
     expected = jax.tree.map(lambda m, p: (m - step).astype(p.dtype), params32, params)

@@ -644,7 +644,8 @@ def test_modules_of_nnx_go_on(tmp_path):
         return model, jaxmp.nnx.Optimizer(model, tx, wrt=nnx.Param, policy=policy)
 
     model, optimizer = made(0)
-    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    step = nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))
+    step(model, optimizer, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
     other, fresh = made(1)
     with checkpoint.manager(tmp_path) as manager:
         checkpoint.save(manager, 0, params=nnx.state(model, nnx.Param), opt_state=nnx.as_pure(optimizer.opt_state))

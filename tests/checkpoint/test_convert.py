@@ -225,7 +225,7 @@ jax.tree_util.register_pytree_node(Halving, lambda h: ((h.loss_scale, h.seen), N
 
 def test_a_loss_scale_of_a_class_of_ones_own():
     tx = scaled(Halving(jnp.float32(8.0), jnp.int32(0)))
-    _, old = tx.update(W16, tx.init(W16), W16)
+    _, old = jax.jit(tx.update)(W16, tx.init(W16), W16)
     _, opt_state = convert(old, W16, to=tx, policy="fp16")
     assert_moved(opt_state, old)
     assert int(opt_state.scaling.scaler_leaves[1]) == 1

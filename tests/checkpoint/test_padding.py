@@ -36,12 +36,22 @@ def layout_of(devices, params=PARAMS):
     return fsdp.layout_of(params, mesh, min_size=10)
 
 
+def after_a_step(tx, policy, params32):
+    """(params, opt_state), without padding; one program makes and moves them."""
+
+    @jax.jit
+    def run(params32):
+        params, opt_state = policy.cast_to_param(params32), tx.init(params32)
+        grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16 if x.dtype == jnp.float8_e4m3fn else x.dtype), params)
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+    jaxmp.get_loss_scale(())  # the gradients are made by hand
+    return run(params32)
+
+
 @functools.cache
 def trained():
-    """(params, opt_state) after a step, without padding."""
-    params, opt_state = POLICY.cast_to_param(PARAMS), TX.init(PARAMS)
-    jaxmp.get_loss_scale(())  # the gradients are made by hand
-    return jax.jit(lambda p, s: jaxmp.apply_gradients(TX, p, s, p))(params, opt_state)
+    return after_a_step(TX, POLICY, PARAMS)
 
 
 def shapes(tree, layout):
@@ -130,9 +140,14 @@ def test_what_is_no_padding_is_never_cut_off(saved_on_8):
 def in_8_bits(params, layout, dtype=jnp.int8):
     """(tx, params, opt_state) of AdamW with moments in 8 bits after a step, padded for a layout."""
     tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, state_dtype=dtype), "fp32")
-    padded = fsdp.pad(params, layout)
-    jaxmp.get_loss_scale(tx.init(padded))
-    return tx, *jaxmp.apply_gradients(tx, padded, tx.init(padded), padded)
+
+    @jax.jit
+    def after_a_step(params):
+        padded = fsdp.pad(params, layout)
+        return jaxmp.apply_gradients(tx, padded, tx.init(padded), padded)
+
+    jaxmp.get_loss_scale(())  # the gradients are made by hand
+    return tx, *after_a_step(params)
 
 
 def layout_along(axis, shape, padded):
@@ -318,12 +333,10 @@ def on(devices, tree, layout):
 def test_a_job_moves_between_numbers_of_devices_without_a_layout(order, shapes_alone, tmp_path):
     """Odd shapes, a leaf with fewer rows than devices, split masters, an average; the last state is the first."""
     more = PARAMS | {"few": jnp.arange(1.0, 34.0).reshape(3, 11), "one": jnp.arange(1.0, 18.0).reshape(1, 17)}
-    params, opt_state = POLICY.cast_to_param(more), TX.init(more)
-    jaxmp.get_loss_scale(())  # the gradients are made by hand
-    params, opt_state = jax.jit(lambda p, s: jaxmp.apply_gradients(TX, p, s, p))(params, opt_state)
+    params, opt_state = after_a_step(TX, POLICY, more)
     expected = jax.tree.map(np.asarray, (params, opt_state))
     layout = layout_of(order[0], more)
-    held = on(order[0], params, layout), fsdp.pad(opt_state, layout)
+    held = on(order[0], params, layout), jax.jit(lambda tree: fsdp.pad(tree, layout))(opt_state)
     for i, devices in enumerate(order[1:]):
         with checkpoint.manager(tmp_path / str(i)) as steps:
             checkpoint.save(steps, 0, params=held[0], opt_state=held[1], layout=layout)
@@ -346,7 +359,7 @@ class Layers(nn.Module):
 def with_scales():
     """Params with the scales of the fp8 layer in the middle, of 33 x 49."""
     with jaxmp.fp8.autocast(jaxmp.fp8.DelayedScaling()):
-        return Layers().init(jax.random.key(0), jnp.ones((16, 6)))["params"]
+        return jax.jit(Layers().init)(jax.random.key(0), jnp.ones((16, 6)))["params"]
 
 
 TIED = jnp.asarray(RNG.normal(size=(51, 6)), jnp.float32)
@@ -370,10 +383,7 @@ def test_every_kind_of_state_moves_between_numbers_of_devices(kind, tmp_path):
     policy, inner, options, make = KINDS[kind]
     policy, params32 = jaxmp.get_policy(policy), make()
     tx = jaxmp.mixed_precision(inner, policy, **options)
-    params, opt_state = policy.cast_to_param(params32), tx.init(params32)
-    jaxmp.get_loss_scale(())  # the gradients are made by hand
-    grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16 if x.dtype == jnp.float8_e4m3fn else x.dtype), params)
-    params, opt_state = jax.jit(lambda g, p, s: jaxmp.apply_gradients(tx, g, s, p))(grads, params, opt_state)
+    params, opt_state = after_a_step(tx, policy, params32)
     expected = jax.tree.map(np.asarray, (params, opt_state))
     layout = layout_of(1, params32)
     held = on(1, params, layout), fsdp.pad(opt_state, layout)

@@ -172,7 +172,7 @@ def test_the_error_of_two_schedules_names_a_pattern_that_keeps_the_saved_one(tmp
     one = optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda count: -0.1))
     params, state = POLICY.cast_to_param(PARAMS), mixed(one).init(PARAMS)
     jaxmp.get_loss_scale(())  # the gradients are made by hand
-    params, state = jaxmp.apply_gradients(mixed(one), params, state, params)
+    params, state = jax.jit(lambda p, s: jaxmp.apply_gradients(mixed(one), p, s, p))(params, state)
     two = mixed(optax.chain(optax.trace(0.9), *[optax.scale_by_schedule(lambda count: -0.1)] * 2))
     with checkpoint.manager(tmp_path) as manager:
         checkpoint.save(manager, 0, params=params, opt_state=state)

@@ -20,9 +20,12 @@ from regimes import AXIS, DEVICES, mesh_of
 F32 = np.float32
 
 
+record, read = jax.jit(amax_records.record), jax.jit(amax_records.read)
+
+
 def recorded(amaxes):
     amaxes = jnp.asarray(amaxes, F32)
-    return amax_records.record(amaxes, jnp.ones(amaxes.shape, bool))
+    return record(amaxes, jnp.ones(amaxes.shape, bool))
 
 
 # Records
@@ -38,7 +41,7 @@ def test_an_untouched_record_is_read_bit_for_bit(seed):
 
 
 def test_an_unused_tensor_is_no_tensor_of_zeros():
-    found = amax_records.read(amax_records.record(jnp.zeros(2), jnp.array([True, False])))
+    found = read(record(jnp.zeros(2), jnp.array([True, False])))
     assert found.is_used.tolist() == [True, False] and found.amax.tolist() == [0, 0]
     assert not np.any(found.is_spoiled)
 
@@ -50,12 +53,12 @@ def test_a_common_factor_is_divided_out(factor):
     rng = np.random.default_rng(0)
     exact = F32(2.0) ** rng.uniform(-30, 30, 1000).astype(F32)
     short = np.asarray(jnp.asarray(exact, jnp.bfloat16), F32)
-    read = jax.jit(lambda x: amax_records.read(recorded(x) * F32(factor)))
-    found = read(short)
+    read_after = jax.jit(lambda x: amax_records.read(recorded(x) * F32(factor)))
+    found = read_after(short)
     assert_exact(found.amax, short)
     assert not np.any(found.is_spoiled)
-    assert not np.any(read(exact).is_spoiled)
-    np.testing.assert_allclose(read(exact).amax, exact, rtol=2.0**-21)
+    assert not np.any(read_after(exact).is_spoiled)
+    np.testing.assert_allclose(read_after(exact).amax, exact, rtol=2.0**-21)
 
 
 @pytest.mark.thorough(8)
@@ -67,7 +70,7 @@ def test_a_mean_is_never_below_the_largest(k, spread, divides):
     rng = np.random.default_rng(k)
     amaxes = np.exp(rng.normal(size=(k, 200)) * spread).astype(F32)
     total = functools.reduce(jnp.add, [recorded(x) for x in amaxes])
-    found = jax.jit(amax_records.read)(total / k if divides else total)
+    found = read(total / k if divides else total)
     largest, roots = amaxes.max(0), np.sqrt(amaxes.astype(np.float64))
     assert np.all(np.asarray(found.amax) >= largest * (1 - 2.0**-5 * ~np.asarray(found.is_spoiled) - 2.0**-20))
     bound = (roots.mean(0) + 8 * roots.std(0)) ** 2
@@ -77,7 +80,7 @@ def test_a_mean_is_never_below_the_largest(k, spread, divides):
 
 def test_one_large_amax_among_many_is_covered():
     amaxes = F32([1e6, *[1.0] * 64])
-    found = amax_records.read(recorded(amaxes).mean(0))
+    found = read(recorded(amaxes).mean(0))
     assert 1e6 * (1 - 1e-5) <= float(found.amax) < 2e6 and bool(found.is_spoiled)
 
 
@@ -86,7 +89,7 @@ def test_one_large_amax_among_many_is_covered():
 def test_a_rounding_to_bfloat16_costs_two_binades_at_most(factor):
     """Gradients that are reduced over devices in 16 bits by hand."""
     amaxes = F32(2.0) ** np.random.default_rng(0).uniform(-30, 30, 1000).astype(F32)
-    found = amax_records.read((recorded(amaxes) * F32(factor)).astype(jnp.bfloat16).astype(F32))
+    found = read((recorded(amaxes) * F32(factor)).astype(jnp.bfloat16).astype(F32))
     ratios = np.asarray(found.amax) / amaxes
     assert 1 - 2.0**-7 < ratios.min() and ratios.max() < 4
 
@@ -111,7 +114,7 @@ def test_other_arithmetic_loses_the_amax(spoil):
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_what_is_not_finite_stays_so(value):
-    found = amax_records.read(recorded([value, 1.0]) * 0.5)
+    found = read(recorded([value, 1.0]) * 0.5)
     assert not np.isfinite(found.amax[0]) and float(found.amax[1]) == 1
     assert not np.any(found.is_spoiled)
 
@@ -285,7 +288,7 @@ def test_plain_amaxes_are_taken_as_they_are():
     """As `jax.grad` and programs of one's own give them."""
     tx = fp8_scales.update_amax(jaxmp.fp8.DelayedScaling(amax_history_len=2))
     params = jax.tree.map(jnp.asarray, scale_leaves())
-    _, state = tx.update(scale_leaves(value=1e-30), tx.init(params), params)
+    _, state = jax.jit(tx.update)(scale_leaves(value=1e-30), tx.init(params), params)
     assert [group.amax_history[-1].tolist() for group in state.amax_states] == [[F32(1e-30)], [F32(1e-30)] * 2]
 
 

@@ -50,7 +50,7 @@ def by_linen(names, recipe, chosen):
     """The layers in fp8, as (name, recipe)."""
     delayed = {pattern: _with_state(part) for pattern, part in _recipes(recipe).items()}
     with fp8.autocast(delayed, filter=chosen):
-        params = LinenModel(names).init(jax.random.key(0), X)["params"]
+        params = jax.eval_shape(LinenModel(names).init, jax.random.key(0), X)["params"]
     found = {name: sorted(layer["Fp8DotGeneral_0"]) for name, layer in params.items() if "Fp8DotGeneral_0" in layer}
     return {name: "E4M3" if "fp8_grad_e4m3_log2_scale" in leaves else "HYBRID" for name, leaves in found.items()}
 
@@ -140,7 +140,7 @@ def test_a_region_of_a_policy_leaves_it_to_the_loss():
     """`value_and_grad` says what a policy does not do, once."""
     with warnings.catch_warnings(), jaxmp.autocast("fp8"):
         warnings.simplefilter("error")
-        params = LinenModel(NAMES[:2]).init(jax.random.key(0), X)["params"]
+        params = jax.jit(LinenModel(NAMES[:2]).init)(jax.random.key(0), X)["params"]
     opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "bf16").init(params)
 
     def loss_fn(params):

@@ -51,8 +51,15 @@ def without_leaves(params):
     return {name: without_leaves(x) for name, x in params.items() if not name.startswith("Fp8DotGeneral")}
 
 
+@functools.partial(jax.jit, static_argnums=0, static_argnames="train")
 def init(model, *args, **kwargs):
+    """In one program: op by op, each region compiles each operation anew."""
     return model.init({"params": KEY, "dropout": KEY}, *args, **kwargs)["params"]
+
+
+def shapes_of_init(model, *args, **kwargs):
+    """The params that `init` would make, where their numbers do not matter."""
+    return jax.eval_shape(functools.partial(model.init, {"params": KEY, "dropout": KEY}, **kwargs), *args)["params"]
 
 
 def mean_square(y):
@@ -62,12 +69,15 @@ def mean_square(y):
 def amaxes_of(apply, params, *args):
     """The amaxes in the gradients of a mean-square loss, by the layer that holds them."""
     opt_state = jaxmp.unscale_and_skip(optax.identity()).init(())
-    f = jax.jit(
-        lambda params: jaxmp.value_and_grad(lambda p: mean_square(apply(p, *args)))(params, opt_state=opt_state)
-    )
-    _, grads = f(params)
+
+    @jax.jit
+    def f(params):
+        _, grads = jaxmp.value_and_grad(lambda p: mean_square(apply(p, *args)))(params, opt_state=opt_state)
+        return grads, jaxmp.fp8.get_amaxes(grads)
+
+    grads, amaxes = f(params)
     found = {}
-    for path, amax in jaxmp.fp8.get_amaxes(grads).items():
+    for path, amax in amaxes.items():
         layer, _, name = f"/{path}".rsplit("/", 2)
         found.setdefault(layer.removeprefix("/"), {})[name] = np.asarray(amax)
     return found, grads
@@ -85,7 +95,7 @@ def check_trains(apply, params, *args, recipe=RECIPE, policy="fp8", steps=2):
         params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
         return params, opt_state, loss
 
-    opt_state, losses = tx.init(params), []
+    opt_state, losses = jax.jit(tx.init)(params), []
     for _ in range(steps):
         params, opt_state, loss = step(params, opt_state)
         losses.append(float(loss))
@@ -158,7 +168,7 @@ def test_current_scaling_needs_no_leaves():
     assert sorted(params) == ["bias", "kernel"]
     plain = nn.Dense(SIDE)
     assert_same_program(params, init(plain, X))
-    y, exact = layer.apply({"params": params}, X), plain.apply({"params": params}, X)
+    y, exact = jax.jit(layer.apply)({"params": params}, X), jax.jit(plain.apply)({"params": params}, X)
     assert 0 < float(jnp.max(jnp.abs(y - exact))) < 0.3
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=CurrentScaling())
     assert not jaxmp._src.step.state.find(tx.init(params), states.Fp8State)
@@ -242,7 +252,7 @@ def test_filters(chosen, expected):
     with autocast(RECIPE, filter=chosen):
         params = init(Model(), X)
     assert converted(params) == sorted(expected)
-    assert_same_program(without_leaves(params), init(Model(), X))
+    assert_within_ulps(without_leaves(params), init(Model(), X), 4)  # drawn by two programs
     if chosen is None:
         with autocast(RECIPE, filter=chosen):
             observed, _ = amaxes_of(lambda p: Model().apply({"params": p}, X), params)
@@ -259,7 +269,7 @@ def test_embeddings_and_convolutions_are_ends():
             return nn.Conv(SIDE, (3,))(x)
 
     with autocast(RECIPE):
-        params = init(Net(), jnp.zeros((2, SIDE), jnp.int32))
+        params = shapes_of_init(Net(), jnp.zeros((2, SIDE), jnp.int32))
     assert converted(params) == ["Dense_0", "Dense_1"]
 
 
@@ -290,12 +300,12 @@ def test_the_innermost_region_counts():
     other = DelayedScaling(fp8_format="E4M3")
     with autocast(RECIPE):
         with autocast(other):
-            params["inner"] = init(Model(), X)
+            params["inner"] = shapes_of_init(Model(), X)
         with autocast(enabled=False):
-            params["off"] = init(Model(), X)
+            params["off"] = shapes_of_init(Model(), X)
             with autocast(RECIPE, filter=("head",)):
-                params["on_again"] = init(Model(), X)
-        params["outer"] = init(Model(), X)
+                params["on_again"] = shapes_of_init(Model(), X)
+        params["outer"] = shapes_of_init(Model(), X)
     assert sorted(params["inner"]["blocks_0"]["up"]["Fp8DotGeneral_0"]) == [
         "fp8_grad_e4m3_log2_scale",
         "fp8_lhs_e4m3_log2_scale",
@@ -312,13 +322,13 @@ def test_disabled_layers_run_in_their_own_dtype():
     params = init(linen_layer, X)
     nnx_layer = nnx.Linear(SIDE, SIDE, dtype=BF16, dot_general=jaxmp.nnx.Fp8DotGeneral(), rngs=nnx.Rngs(0))
     plain = nnx.Linear(SIDE, SIDE, dtype=BF16, rngs=nnx.Rngs(0))
+    apply, call = jax.jit(linen_layer.apply), nnx.jit(lambda layer: layer(X))
     with autocast(enabled=False):
-        got = linen_layer.apply({"params": params}, X)
-        got_nnx = nnx_layer(X)
+        got, got_nnx = apply({"params": params}, X), call(nnx_layer)
     kept = {name: params[name] for name in ("kernel", "bias")}
-    assert_same_program(got, nn.Dense(SIDE, dtype=BF16).apply({"params": kept}, X))
-    assert_same_program(got_nnx, plain(X))
-    assert np.any(np.asarray(linen_layer.apply({"params": params}, X) != got))
+    assert_within_ulps(got, jax.jit(nn.Dense(SIDE, dtype=BF16).apply)({"params": kept}, X), 1)
+    assert_within_ulps(got_nnx, call(plain), 1)
+    assert np.any(np.asarray(apply({"params": params}, X) != got))
 
 
 def test_layers_with_a_product_of_their_own_keep_it():
@@ -336,7 +346,7 @@ def test_layers_with_a_product_of_their_own_keep_it():
             return nn.Dense(SIDE, name="plain")(x)
 
     with autocast(RECIPE, filter=all_true):
-        params = init(Net(), X)
+        params = shapes_of_init(Net(), X)
     assert converted(params) == ["plain"]
     assert calls
 
@@ -423,15 +433,15 @@ def test_dropout_and_static_arguments(chosen):
     model = Model(rate=0.5)
     with autocast(RECIPE, filter=chosen):
         params = init(model, X, train=True)
-        first = model.apply({"params": params}, X, train=True, rngs={"dropout": KEY})
-        second = model.apply({"params": params}, X, train=True, rngs={"dropout": jax.random.key(1)})
-        quiet = model.apply({"params": params}, X)
+        apply = jax.jit(lambda key: model.apply({"params": params}, X, train=True, rngs={"dropout": key}))
+        first, second = apply(KEY), apply(jax.random.key(1))
+        quiet = jax.jit(model.apply)({"params": params}, X)
     assert converted(params) == (INNER if chosen is None else sorted([*INNER, "embed", "head"]))
     assert np.any(np.asarray(first != second)) and np.any(np.asarray(first != quiet))
     with autocast(RECIPE, filter=chosen):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            jax.jit(functools.partial(model.apply, train=False))({"params": params}, X)
+            jax.eval_shape(jax.jit(functools.partial(model.apply, train=False)), {"params": params}, X)
 
 
 def test_other_methods_run_the_layers_that_hold_scales():
@@ -649,7 +659,7 @@ def _nnx_step(model, optimizer):
 def test_a_filter_that_matches_nothing_is_warned_of():
     with pytest.warns(UserWarning, match=r"autocast\(filter=\): the pattern '\*upp' fits no layer. Close to it: 'up'"):
         with autocast(RECIPE, filter=("*upp", "*down")):
-            init(Model(), X)
+            shapes_of_init(Model(), X)
     model = nnx.Sequential(nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(0)), nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(1)))
     with pytest.warns(UserWarning, match=r"to_fp8\(filter=\): the pattern '\*x' fits no layer. Paths here: 'layers/0'"):
         assert jaxmp.nnx.to_fp8(model, filter=("*x",)) == []
@@ -751,10 +761,10 @@ def test_a_dict_of_recipes_goes_by_the_path_of_the_layer():
     e4m3 = jaxmp.fp8.DelayedScaling(fp8_format="E4M3")
     recipes = {"*up": e4m3, "*": RECIPE}
     with autocast(recipes, filter=("*up", "*down")):
-        params = init(Model(), X)
+        params = shapes_of_init(Model(), X)
     assert "fp8_grad_e4m3_log2_scale" in params["blocks_0"]["up"]["Fp8DotGeneral_0"]
     assert "fp8_grad_e5m2_log2_scale" in params["blocks_0"]["down"]["Fp8DotGeneral_0"]
-    jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=recipes).init(params)
+    jax.eval_shape(jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=recipes).init, params)
 
 
 # Layers of users: subclasses, rules of promotion, einsums that are no GEMM
@@ -802,7 +812,8 @@ NNX_WITH_PROMOTION = {
 def test_a_promote_dtype_of_the_user_is_kept_in_nnx(name):
     layer, plain = NNX_WITH_PROMOTION[name](promote_dtype=half), NNX_WITH_PROMOTION[name]()
     assert jaxmp.nnx.to_fp8(layer, CurrentScaling(), filter=all_true) == [""]
-    np.testing.assert_allclose(layer(SEQUENCE), plain(SEQUENCE) / 2, rtol=0.1, atol=0.2)
+    call = nnx.jit(lambda layer: layer(SEQUENCE))
+    np.testing.assert_allclose(call(layer), call(plain) / 2, rtol=0.1, atol=0.2)
 
 
 class SummedEinsum(nn.Module):
@@ -858,7 +869,7 @@ def test_a_subclass_that_computes_by_itself_warns_with_its_path():
     holder = nn.Sequential([nn.Dense(SIDE), model, nn.Dense(SIDE)])
     with autocast(RECIPE):
         with pytest.warns(jaxmp.fp8.FallbackWarning, match=r"layer layers_1 does not run in fp8: OwnEinsum"):
-            params = init(holder, X)
+            params = holder.init(KEY, X)["params"]
         with pytest.warns(jaxmp.fp8.FallbackWarning, match=r"does not call nn.Einsum.__call__"):
             y = holder.apply({"params": params}, X)
     assert converted(params) == []
@@ -871,7 +882,7 @@ def test_a_subclass_that_computes_by_itself_warns_with_its_path():
 def test_an_einsum_keeps_its_preferred_element_type():
     layer = nn.Einsum((SIDE, SIDE), "bd,df->bf", dtype=BF16, preferred_element_type=F32)
     with autocast(CurrentScaling(), filter=all_true):
-        assert layer.apply({"params": init(layer, X)}, X).dtype == F32
+        assert jax.eval_shape(lambda: layer.apply({"params": init(layer, X)}, X)).dtype == F32
 
 
 # Convolutions of one pixel
@@ -911,7 +922,7 @@ def test_other_convolutions_stay_as_they_are(kwargs):
     images = X.reshape(2, 4, 4, SIDE)
     layer = nn.Conv(10, **kwargs)
     with pytest.warns(UserWarning, match="it chose none .*: it is no matmul"), autocast(RECIPE, filter=all_true):
-        assert sorted(init(layer, images)) == ["bias", "kernel"]
+        assert sorted(shapes_of_init(layer, images)) == ["bias", "kernel"]
     assert jaxmp.nnx.to_fp8(
         nnx.Dict(a=nnx.Conv(SIDE, 10, **kwargs, rngs=nnx.Rngs(0)), b=nnx.Linear(4, 4, rngs=nnx.Rngs(0))),
         RECIPE,

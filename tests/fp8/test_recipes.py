@@ -76,7 +76,7 @@ def run_all(key) -> dict[str, AmaxState]:
 # TransformerEngine
 
 
-@pytest.mark.thorough(8)
+@pytest.mark.thorough(5)
 @pytest.mark.parametrize("case", FUSED["cases"], ids=name_of)
 def test_te_semantics_are_the_fused_bulk_update(case):
     trace = run_all(recipe_of(case))[case["name"]]
@@ -91,7 +91,7 @@ def test_te_semantics_are_the_fused_bulk_update(case):
 ALIKE = [case for case in TE_JAX["cases"] if case["equal_to_fused_bulk"]]
 
 
-@pytest.mark.thorough(7)
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("case", ALIKE, ids=name_of)
 def test_te_semantics_are_those_of_te_jax(case):
     (fused,) = [fused for fused in FUSED["cases"] if fused["name"] == case["name"]]
@@ -132,14 +132,14 @@ def test_the_formula_on_a_grid(row):
         scale_from_amax, fp8_max=FP8_MAX[row["fmt"]], margin=row["margin"], fallback=row["old_scale"]
     )
     in_range = ~((amax > 0) & (amax < 1e-35))
-    scale = np.asarray(formula(amax, power_of_two=False))
+    scale = np.asarray(jax.jit(functools.partial(formula, power_of_two=False))(amax))
     head = np.array(row["head"], np.float32)
     assert scale.dtype == np.float32
     assert np.abs(scale[in_range].view(np.int32) - head[in_range].view(np.int32)).max() <= 1
     if row["margin"] == 0:
         assert_exact(scale[~in_range], head[~in_range])
     in_range &= ~np.isinf(amax)  # of which v0.6 made the reciprocal of the scale
-    assert_exact(np.asarray(formula(amax))[in_range], np.array(row["v0.6_pow2"], np.float32)[in_range])
+    assert_exact(np.asarray(jax.jit(formula)(amax))[in_range], np.array(row["v0.6_pow2"], np.float32)[in_range])
 
 
 # The rule of jaxmp
@@ -150,10 +150,11 @@ def test_the_formula_on_a_grid(row):
 @pytest.mark.parametrize("bad", [np.inf, np.nan, -np.nan, -np.inf, 0.0, -0.0, -1.0], ids=str)
 def test_an_amax_that_is_no_observation_changes_nothing(bad, algo):
     recipe = DelayedScaling(amax_history_len=3, amax_compute=algo)
-    state = recipe.update(recipe.update(recipe.init(), jnp.float32(3.0)), jnp.float32(100.0))
-    assert_moved(jax.jit(recipe.update)(state, jnp.float32(bad)), state)
+    update = jax.jit(recipe.update)
+    state = update(update(recipe.init(), jnp.float32(3.0)), jnp.float32(100.0))
+    assert_moved(update(state, jnp.float32(bad)), state)
     first = recipe.init()
-    assert_moved(recipe.update(first, jnp.float32(bad)), first)
+    assert_moved(update(first, jnp.float32(bad)), first)
 
 
 @pytest.mark.thorough(4)
@@ -228,7 +229,7 @@ def test_types_stay_and_the_second_call_compiles_nothing():
 @pytest.mark.parametrize("power_of_two", [True, False])
 def test_scales_are_constants_to_autodiff(power_of_two):
     formula = functools.partial(scale_from_amax, fp8_max=448.0, fallback=1.0, power_of_two=power_of_two)
-    assert_exact(jax.grad(formula)(jnp.float32(3.0)), 0.0)
+    assert_exact(jax.jit(jax.grad(formula))(jnp.float32(3.0)), 0.0)
 
 
 def test_a_function_of_the_history():
@@ -236,8 +237,8 @@ def test_a_function_of_the_history():
         return jnp.mean(history, axis=0)
 
     recipe = DelayedScaling(amax_history_len=2, amax_compute=mean, fp8_format="E4M3", power_of_two=False)
-    state = recipe.update(recipe.init((2,)), jnp.array([4.0, 8.0]))
-    state = recipe.update(state, jnp.array([12.0, 8.0]))
+    update = jax.jit(recipe.update)
+    state = update(update(recipe.init((2,)), jnp.array([4.0, 8.0])), jnp.array([12.0, 8.0]))
     assert_exact(state.scale, jnp.array([56.0, 56.0]))
     wrong = DelayedScaling(amax_history_len=2, amax_compute=jnp.max)
     with pytest.raises(ValueError, match=r"amax_compute reduces axis 0 of a history \(2, 2\), to \(2,\); got \(\)"):

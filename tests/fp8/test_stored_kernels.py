@@ -351,7 +351,7 @@ def test_the_apply_fn_of_a_train_state_refuses_them_outside_of_autocast():
     expected = model.apply({"params": weights}, X)
     assert_same_program(state.apply_fn({"params": weights}, X), expected)
     with jaxmp.autocast(policy):
-        assert_close(state.apply_fn({"params": state.params}, X), expected, rtol=0, atol=0.1)
+        assert_close(jax.jit(state.apply_fn)({"params": state.params}, X), expected, rtol=0, atol=0.1)
     assert state.apply_fn.__self__ is model and hash(state.apply_fn) == hash(state.replace(step=1).apply_fn)
 
 
@@ -520,7 +520,7 @@ def test_a_kernel_beside_two_products_is_not_stored():
             return rows
 
     sizes = jnp.array([40, 24])
-    params = Experts().init(jax.random.key(0), X, sizes)["params"]
+    params = jax.jit(Experts().init)(jax.random.key(0), X, sizes)["params"]
     policy = jaxmp.get_policy("fp8", fp8_weights=True)
     with pytest.warns(UserWarning, match="got kernel beside Fp8RaggedDot_0, Fp8RaggedDot_1") as caught:
         stored = policy.cast_to_param(params)  # the paths do not say which of both reads `kernel`
@@ -573,7 +573,7 @@ def test_layers_that_the_user_turned_to_fp8_evaluate_with_stored_kernels(name):
 def test_boxed_layers_of_a_region_evaluate_with_stored_kernels_also_when_switched_off():
     layer = nn.Sequential([nn.Dense(WIDTH, dtype=jnp.bfloat16, kernel_init=BOXED) for _ in range(3)])
     with in_fp8():
-        params = layer.init(jax.random.key(0), X)["params"]
+        params = jax.jit(layer.init)(jax.random.key(0), X)["params"]
     params = jaxmp.get_policy("fp8", fp8_weights=True).cast_to_param(params)
     weights = jaxmp.fp8.load_weights(params, jnp.bfloat16)
     with jaxmp.fp8.autocast(enabled=False):

@@ -68,7 +68,7 @@ def loss_of(params, x):
 def trace(tx, policy, check_vma):
     """Traces a step of FSDP in shard_map."""
     policy = jaxmp.get_policy(policy)
-    params, opt_state = policy.cast_to_param(PARAMS), tx.init(PARAMS)
+    params, opt_state = jax.eval_shape(lambda: (policy.cast_to_param(PARAMS), tx.init(PARAMS)))
 
     def step(params, opt_state, x):
         loss_fn = lambda params, x: loss_of(fsdp.gather(params, LAYOUT), x)  # noqa: E731

@@ -348,7 +348,7 @@ def findings_of(model, inner, policy, fault):
 )
 def test_a_layer_that_is_dead_from_a_step_on(make, policy, inner):
     training = program(make(policy), inner, policy)
-    for since in (0, 1, 15, 23, 38, 53, 101):
+    for since in (0, 1, 23, 53, 101):
         named = found(watch(training, 200, middle=(np.arange(200) < since).astype(np.float32)))
         assert {("no_gradient", f"grads/middle/{leaf}") for leaf in ("kernel", "bias")} <= named.keys(), since
         others = [key for key in named if key[0] != "no_gradient" or not key[1].startswith("grads/middle")]
@@ -478,20 +478,28 @@ def test_a_param_that_is_not_finite_and_not_used():
 # Faults that come and go
 
 
+tensor_stats = jax.jit(functools.partial(jaxmp.monitor.tensor_stats, histogram=False))
+
+
+@functools.cache
+def healthy_sample():
+    step_stats = jax.jit(lambda grads, params: jaxmp.monitor.step_stats(grads, (), params, histogram=False))
+    return jax.device_get(step_stats({"w": np.full(64, 1e-3, np.float16)}, {"w": np.ones(64, np.float32)}))
+
+
 def sample(**kwargs):
     """The statistics of a step as a monitor reads them."""
-    stats = jaxmp.monitor.step_stats({"w": jnp.full(64, 1e-3, jnp.float16)}, (), {"w": jnp.ones(64)}, histogram=False)
-    return jax.device_get(stats)._replace(probes={}, **kwargs)
+    return healthy_sample()._replace(probes={}, **kwargs)
 
 
 def overflowing(share):
-    seen = jaxmp.monitor.tensor_stats({"layer": jnp.full(4, 3e4 * share + 1, jnp.float16)}, histogram=False)
+    seen = tensor_stats({"layer": np.full(4, 3e4 * share + 1, np.float16)})
     return sample(activations=jax.device_get(seen))
 
 
 def underflowing(is_so):
-    grads = {"w": jnp.full(64, 1e-6 if is_so else 1e-3, jnp.float16)}
-    return sample(grads=jax.device_get(jaxmp.monitor.tensor_stats(grads, histogram=False)))
+    grads = {"w": np.full(64, 1e-6 if is_so else 1e-3, np.float16)}
+    return sample(grads=jax.device_get(tensor_stats(grads)))
 
 
 def saturating(is_so):

@@ -329,9 +329,13 @@ def test_every_param_with_a_master_has_probes(remainder_bits, boxed):
     inner = optax.multi_transform({"t": optax.sgd(0.1), "f": optax.set_to_zero()}, {"base": "f", "lora": "t"})
     params32 = {"base": jnp.ones(7), "lora": jnp.ones(7)}
     params32 = {name: nnx.Param(x) for name, x in params32.items()} if boxed else params32
-    opt_state = jaxmp.mixed_precision(inner, "bf16", remainder_bits=remainder_bits).init(params32)
-    params = jaxmp.get_policy("bf16").cast_to_param(params32)
-    assert set(jaxmp.monitor.step_stats(params, opt_state, params).probes) == {"lora"}
+    tx = jaxmp.mixed_precision(inner, "bf16", remainder_bits=remainder_bits)
+
+    def probes(params32):
+        params = jaxmp.get_policy("bf16").cast_to_param(params32)
+        return jaxmp.monitor.step_stats(params, tx.init(params32), params).probes
+
+    assert set(jax.eval_shape(probes, params32)) == {"lora"}
 
 
 def test_a_learning_rate_of_zero_is_told_apart():

@@ -82,7 +82,8 @@ def test_what_was_not_looked_at_is_not_drawn():
     with pytest.raises(ValueError, match="needs samples of grads; got none"):
         monitor.plot_layers([(0, off)])
     with pytest.raises(ValueError, match="all samples must have the same grads; got different ones"):
-        monitor.plot_layers([*samples(), (30, monitor.step_stats(params, optax.EmptyState(), params))])
+        other = jax.jit(lambda: monitor.step_stats(params, optax.EmptyState(), params))()
+        monitor.plot_layers([*samples(), (30, other)])
 
 
 def test_layers():

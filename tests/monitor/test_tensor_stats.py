@@ -61,6 +61,9 @@ def edges():
     return np.concatenate([exact, -exact])
 
 
+measured = jax.jit(jaxmp.monitor.tensor_stats, static_argnames="histogram")
+
+
 def compare(found, x):
     expected = oracle(x)
     for key, value in expected.items():
@@ -71,7 +74,7 @@ def compare(found, x):
 @pytest.mark.parametrize("histogram", [True, False])
 def test_shares_are_those_of_a_cast(histogram):
     x = edges()
-    compare(jaxmp.monitor.tensor_stats({"x": x}, histogram=histogram)["x"], x)
+    compare(measured({"x": x}, histogram=histogram)["x"], x)
 
 
 @pytest.mark.thorough(1)
@@ -79,7 +82,7 @@ def test_shares_are_those_of_a_cast(histogram):
 def test_every_pattern_of_a_narrow_dtype(dtype):
     bits = jnp.finfo(dtype).bits
     x = np.arange(2**bits, dtype=f"uint{bits}").view(jnp.dtype(dtype))
-    found = jaxmp.monitor.tensor_stats({"x": x})["x"]
+    found = measured({"x": x})["x"]
     compare(found, x)
     assert found["dtype"] == jnp.dtype(dtype).name
 
@@ -88,8 +91,11 @@ def test_both_ways_of_counting_agree():
     """Only one of them runs on a CPU; the other is that of GPUs."""
     m = jnp.asarray(np.abs(edges()).view(np.int32))
     for histogram in (True, False):
-        by_comparison = tensor_stats._ranks_by_comparison(m, histogram)
-        assert_exact(tensor_stats._ranks_by_scatter(m, histogram), by_comparison)
+        by_comparison, by_scatter = (
+            jax.jit(count, static_argnums=1)(m, histogram)
+            for count in (tensor_stats._ranks_by_comparison, tensor_stats._ranks_by_scatter)
+        )
+        assert_exact(by_scatter, by_comparison)
         ranks = np.searchsorted(tensor_stats._edges(histogram), np.asarray(m), side="right")
         assert np.asarray(by_comparison).tolist() == np.bincount(ranks, minlength=len(by_comparison)).tolist()
 
@@ -99,7 +105,7 @@ def test_octaves_are_those_of_log2():
         np.random.default_rng(0).normal(size=4096).astype(np.float32)
         * 2.0 ** np.arange(-60, 4)[None].repeat(64, 0).ravel()
     )
-    stats = jaxmp.monitor.tensor_stats({"x": x})
+    stats = measured({"x": x})
     k = np.clip(np.frexp(np.abs(x))[1] - 1, -48, 23)  # frexp's fraction is from 1/2 to 1
     np.testing.assert_allclose(stats.octaves[0], np.bincount(k + 48, minlength=72) / x.size, rtol=1e-6)
     assert stats.octaves.dtype == jnp.float32
@@ -119,7 +125,7 @@ def test_what_is_no_float_is_passed_over():
 
 def test_scale_gives_what_gradients_stand_for():
     x = np.array([2.0**-10, 1.0], np.float16)
-    stats = jaxmp.monitor.tensor_stats({"x": x}, scale=jnp.float32(2.0**-16))["x"]
+    stats = measured({"x": x}, scale=jnp.float32(2.0**-16))["x"]
     assert (stats["amax"], stats["smallest"]) == (2.0**-16, 2.0**-26)
     assert stats["underflow/fp16"] == 0.5
     with pytest.raises(KeyError, match="no tensor 'y' was measured; there are x"):
@@ -155,7 +161,7 @@ VALUES[1] = 0.0
 
 
 def _alone():
-    return jax.device_get(jaxmp.monitor.tensor_stats({"x": VALUES}))
+    return jax.device_get(measured({"x": VALUES}))
 
 
 @pytest.mark.thorough(1)
@@ -181,7 +187,7 @@ def test_parts_on_devices_give_the_statistics_of_the_whole(how):
 
 
 def test_shown_as_a_table():
-    lines = str(jaxmp.monitor.tensor_stats({"a": jnp.array([1.0, 1e-9, 0.0, 1e6])})).splitlines()
+    lines = str(measured({"a": jnp.array([1.0, 1e-9, 0.0, 1e6])})).splitlines()
     assert lines[0].split()[:3] == ["tensor", "dtype", "amax"]
     assert lines[1].split() == ["a", "float32", "1e+06", "1e-09", "25%", "0%", "0%", "50%", "50%", "50%"]
 

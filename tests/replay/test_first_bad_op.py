@@ -267,7 +267,7 @@ def test_in_fp8_training_the_operation_is_named():
             return jnp.sum(jnp.exp(model.apply({"params": params}, x).astype(jnp.float32) * 1e4))
 
         step = jaxmp.value_and_grad(loss_fn)
-        state = jaxmp.mixed_precision(jaxmp.fused_sgd(0.1), "fp8").init(params)
+        state = jax.jit(jaxmp.mixed_precision(jaxmp.fused_sgd(0.1), "fp8").init)(params)
         bad = first_bad_op(lambda params, x: step(params, x, opt_state=state), params, jnp.ones((16, 16)))
     assert (bad.primitive, bad.backward) == ("exp", False)
 

@@ -61,9 +61,9 @@ def test_several_arguments_must_be_named(run):
     """Class weights as long as the batch would be cut too, and the loss would be wrong without an error."""
     with pytest.raises(ValueError, match=MUST_KNOW):
         run(cross_entropy, X, Y, WEIGHTS)
+    by_keyword, _ = run(cross_entropy, X, Y, accumulate_argnums=(1, 2), keywords={"weights": WEIGHTS})
     for named in ({"accumulate_argnums": (1, 2)}, {"accumulate_argnums": (-2, -3)}):
         loss, _ = run(cross_entropy, X, Y, WEIGHTS, **named)
-        by_keyword, _ = run(cross_entropy, X, Y, accumulate_argnums=(1, 2), keywords={"weights": WEIGHTS})
         assert_within_ulps(loss, by_keyword, 16)
     if run is linen_accumulated:
         assert_close(loss, cross_entropy(PARAMS, X, Y, WEIGHTS), rtol=1e-6)
@@ -131,7 +131,7 @@ def test_single_rows_are_not_broadcast(name):
 
 
 def test_single_rows_of_a_whole_batch():
-    for n in (2, 3, N):
+    for n in (2, N):
         loss, _ = accumulated(squared_rows, X[:n], ROWS[:n], k=n, accumulate_argnums=(1, 2))
         assert_close(loss, squared_rows(PARAMS, X[:n], ROWS[:n]), rtol=1e-6)
     loss, _ = accumulated(cross_entropy, X, Y, WEIGHTS, k=N, accumulate_argnums=(1, 2))

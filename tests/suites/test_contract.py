@@ -281,7 +281,7 @@ def test_pmap_replication(name):
     assert_close(first, (expected, expected_state), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.thorough(5)
+@pytest.mark.thorough(3)
 @each_part_anywhere
 def test_nnx_optimizer(name):
     """`nnx.Optimizer` with an unknown keyword; a skipped step leaves the model alone."""

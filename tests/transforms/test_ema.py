@@ -85,7 +85,7 @@ def test_fp8_scales_and_frozen_leaves_are_taken_from_the_params():
     )
     tx = jaxmp.mixed_precision(inner, "fp32", recipe=jaxmp.fp8.DelayedScaling(amax_history_len=2))
     grads = {"w": jnp.ones((16, 16)), "fp8_lhs_e4m3_log2_scale": jnp.float32(1.0), "base": jnp.zeros(2, jnp.float32)}
-    new, opt_state = jaxmp.apply_gradients(tx, grads, tx.init(params), params)
+    new, opt_state = jax.jit(lambda *args: jaxmp.apply_gradients(tx, *args))(grads, tx.init(params), params)
     average = jaxmp.get_ema_params(opt_state, new)
     assert_exact(average, new)
 

@@ -535,6 +535,6 @@ def test_an_empty_tree_and_empty_leaves(state_dtype):
     tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, max_norm=CLIP, state_dtype=state_dtype), "fp16")
     assert jaxmp.apply_gradients(tx, {}, tx.init({}), {})[0] == {}
     params = {"a": jnp.zeros((0, 3), jnp.float16), "b": jnp.ones(1, jnp.float16)}
-    step = functools.partial(jaxmp.apply_gradients, tx, jax.tree.map(jnp.ones_like, params), tx.init(params))
-    params, _ = step(params)
+    step = lambda params: jaxmp.apply_gradients(tx, jax.tree.map(jnp.ones_like, params), tx.init(params), params)  # noqa: E731
+    params, _ = jax.jit(step)(params)
     assert params["a"].shape == (0, 3) and params["b"].dtype == jnp.float16

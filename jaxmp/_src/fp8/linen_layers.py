@@ -449,7 +449,7 @@ def autocast(recipe: Any = None, *, enabled: bool = True, filter: chosen_layers.
       >>> import flax.linen as nn, jax, jax.numpy as jnp
       >>> model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(32), nn.relu, nn.Dense(16)])
       >>> with autocast():
-      ...     params = model.init(jax.random.key(0), jnp.ones((16, 16)))["params"]
+      ...     params = jax.jit(model.init)(jax.random.key(0), jnp.ones((16, 16)))["params"]
       >>> [name for name, layer in params.items() if "Fp8DotGeneral_0" in layer]
       ['layers_2']
     """

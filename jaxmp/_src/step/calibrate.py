@@ -84,8 +84,8 @@ def calibrate(
       >>> import flax.linen as nn, jaxmp
       >>> model, x = nn.Sequential([nn.Dense(16) for _ in range(5)]), jnp.ones((16, 16)) / 1000
       >>> with jaxmp.fp8.autocast():
-      ...     params = model.init(jax.random.key(0), x)["params"]
-      >>> tx = jaxmp.mixed_precision(optax.adam(1e-3), "fp8")
+      ...     params = jax.jit(model.init)(jax.random.key(0), x)["params"]
+      >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8")
       >>> loss_fn = lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2)
       >>> params, opt_state = calibrate(loss_fn, params, x, tx=tx, opt_state=tx.init(params), policy="fp8")
       >>> float(jaxmp.get_metrics(opt_state)["fp8/lost_gradients"])
