@@ -25,7 +25,7 @@
 #   VENV          the environment's folder; one for each PYTHON   (.venv)
 #   CONSTRAINTS   a pip constraints file                          (none: the newest of everything)
 #   ARGS          arguments for the script or for pytest          (none)
-#   JOBS          processes that pytest runs in                   (2)
+#   JOBS          processes that pytest and pyright run in        (2)
 #   ALL=1         every case of every test, those marked `thorough` too: about an hour
 #   LINT=0        leave lint and types out of `make test`
 #   NOTEBOOKS=0   leave notebooks out of `make test`
@@ -81,7 +81,7 @@ test: $(if $(filter-out 0,$(LINT)),lint) pytest $(if $(filter-out 0,$(NOTEBOOKS)
 lint: $(STAMP)/dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/lint-imports --no-cache
-	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/pyright --threads $(JOBS) --pythonpath $(VENV)/bin/python
 
 pytest: $(STAMP)/dev
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(if $(ALL),--all) $(ARGS)

@@ -113,7 +113,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.thorough(6)
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("fn", [model, tied])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_program_is_the_same_as_without_pieces(transform, fn, monkeypatch):

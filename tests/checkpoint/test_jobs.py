@@ -46,7 +46,7 @@ class PlainWithStats(train_state.TrainState):
 
 def linen_job(kind, seed):
     net = Net()
-    variables = net.init({"params": jax.random.key(seed), "dropout": jax.random.key(1)}, X)
+    variables = jax.jit(net.init)({"params": jax.random.key(seed), "dropout": jax.random.key(1)}, X)
     kwargs = {"apply_fn": net.apply, "batch_stats": variables["batch_stats"], "key": jax.random.key(seed)}
     if kind is WithStats:
         return WithStats.create(params=variables["params"], tx=make_tx(), policy=POLICY, **kwargs)

@@ -139,7 +139,7 @@ def kernels(f, *args):
     return [re.findall(r"tensor<(\w+)>", line.rsplit(" : ", 1)[1].split("->")[0]) for line in calls]
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_which_norms_a_kernel_computes(name):
     model, count = MODELS[name]

@@ -61,7 +61,7 @@ FAULTY = {
 }
 
 
-@pytest.mark.thorough(6)
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("name", FINE)
 def test_no_false_alarm(name):
     tx, dtype = FINE[name]

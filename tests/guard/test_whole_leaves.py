@@ -92,7 +92,7 @@ def test_what_needs_whole_leaves_is_refused(name, check_vma):
         trace(tx, "bf16", check_vma)
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_elementwise_or_sums_over_the_axis_is_taken(name, check_vma):

@@ -110,6 +110,7 @@ def rows_of(case: dict, i: int, dtype, *, where: np.ndarray | None = None) -> np
     return np.array([row[i] for row in rows]).astype(dtype)
 
 
+@pytest.mark.thorough(5)
 @pytest.mark.parametrize("case", CASES.values(), ids=name_of)
 def test_decisions_and_scales(case):
     """Flags, scales and counters are exact at every step; the scale that unscales is the one before it moves."""
@@ -122,6 +123,7 @@ def test_decisions_and_scales(case):
         assert_exact(metrics["hysteresis_left"], rows_of(case, 6, np.int32))
 
 
+@pytest.mark.thorough(5)
 @pytest.mark.parametrize("case", CASES.values(), ids=name_of)
 def test_norms_and_zeros(case):
     *_, metrics, _ = replay(case["name"], skip_nonfinite=case["name"] != POISONED)
@@ -133,6 +135,7 @@ def test_norms_and_zeros(case):
     assert_exact(metrics["zero_grads"][taken], rows_of(case, 3, np.float32, where=taken))
 
 
+@pytest.mark.thorough(5)
 @pytest.mark.parametrize("case", [case for case in CASES.values() if case["name"] != POISONED], ids=name_of)
 def test_params_and_masters(case):
     """Masters to 1e-5, and 16-bit params to the rounding of one, by either way of applying a step."""

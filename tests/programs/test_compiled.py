@@ -139,13 +139,19 @@ def test_a_callback_is_its_own():
     assert set(seen[:2]) == {"first"} and set(seen[2:]) == {"second"}
 
 
-@pytest.mark.parametrize("make", [*ARRAYS, of_jitted])
+KEPT_BY_JAX = (of_jitted, of_remat)  # what it traced of these; without its caches all tests behind compile anew
+
+
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(x, marks=pytest.mark.thorough(0)) if x in KEPT_BY_JAX else x for x in (*ARRAYS, of_jitted)],
+)
 def test_closures_and_their_arrays_are_not_kept(make):
     a = jnp.full((1024,) if make is of_jitted else (), 3.5)
     fn, there = make(a), weakref.ref(a)
     jax.block_until_ready(compiled.once(fn)(jnp.ones((1024,)) if make is of_jitted else X))
     del a, fn
-    if make in (of_jitted, of_remat):  # jax itself keeps what it traced of these
+    if make in KEPT_BY_JAX:
         jax.clear_caches()
     gc.collect()
     assert there() is None

@@ -369,10 +369,16 @@ def train(step, state, seeds):
     return jax.block_until_ready(state)
 
 
+@functools.cache
+def job():
+    """(tx, compiled step)."""
+    tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**10, growth_interval=2))
+    return tx, jax.jit(make_step(tx))
+
+
 @pytest.mark.parametrize("how", ["orbax", "flax"])
 def test_a_restored_run_goes_on_to_the_bit(how, tmp_path):
-    tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**10, growth_interval=2))
-    step = jax.jit(make_step(tx))
+    tx, step = job()
     state = train(step, start(tx), range(3))
     fresh = start(tx)
     if how == "orbax":

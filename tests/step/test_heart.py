@@ -174,7 +174,7 @@ def test_one_traced_step_is_a_branch_on_a_cpu_and_selects_elsewhere(options, loo
 
 
 # Before jax 0.11, XLA for CPU drops `lax.optimization_barrier` too early: what must come first may come last.
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("policy", ["fp32", *["fp16"] * (jax.__version_info__ >= (0, 11))])
 @pytest.mark.parametrize(
     "inner",

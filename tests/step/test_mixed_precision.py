@@ -135,7 +135,7 @@ def test_updates_that_a_transform_behind_changes_are_named_in_the_metrics():
     assert seen == [0.0, params["w"].size, params["w"].size]
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("chain", CHAINS)
 def test_apply_gradients_is_update_and_apply_updates(chain):
     """Good and skipped steps in every place where `mixed_precision` may stand; masters are found in all of them."""

@@ -160,7 +160,7 @@ def test_extra_arguments_reach_the_inner_transform(wrap):
     assert seen["value"] == 3.0 and seen["unknown"] == "text"
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(3)
 @each_program_anywhere
 def test_jit_equals_eager(name):
     c = case(name)
@@ -168,7 +168,7 @@ def test_jit_equals_eager(name):
     assert_close(c.update(c.bad, c.state, c.params), c.tx.update(c.bad, c.state, c.params), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.thorough(6)
+@pytest.mark.thorough(4)
 @each_part_anywhere
 def test_the_second_call_compiles_nothing_and_the_state_keeps_its_type(name):
     c = case(name)
@@ -182,7 +182,7 @@ def test_the_second_call_compiles_nothing_and_the_state_keeps_its_type(name):
     assert types((state, updates)) == before
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(3)
 @each_program
 def test_vmap_equals_a_loop(name):
     """An ensemble under vmap: one member overflows and is skipped, the others are not."""

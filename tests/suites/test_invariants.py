@@ -288,7 +288,7 @@ def run_machine(name, examples, steps):
     assert program(name)[1]._cache_size() == 1  # compiled once, for all runs together
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_invariants(name):
     run_machine(name, examples=6, steps=12)
