@@ -24,6 +24,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 # Simulated devices share the threads of few cores: two programs with collectives in flight can lock each other out.
 os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
+# After each product NumPy's threads wait for the next one in a loop: 25 ms of another process's core.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 # Broadcasting that adds axes must be written out: [d] + [b, d] raises.
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # Without LLVM's optimizations, while tests are collected too. `pytest_runtest_protocol` turns them on for some tests.
