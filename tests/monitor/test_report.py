@@ -3,6 +3,7 @@
 import base64
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -21,13 +22,13 @@ def report_of(tmp_path, run, **kwargs):
 
 def recorded(*, sampled, nonfinite=False):
     """Five steps with the loss scale at its floor, of which all but the first overflow."""
-    run = monitor.Monitor(warn=False)
+    run, step_stats = monitor.Monitor(warn=False), jax.jit(monitor.step_stats)
     params = {"a<b": jnp.ones((4, 4), jnp.float16)}
     opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp16", loss_scale=jaxmp.DynamicLossScale(1.0)).init(params)
     for step in range(5):
         skipped = nonfinite and step > 0
         grads = {"a<b": jnp.full((4, 4), np.inf if skipped else 2.0**-step, jnp.float16)}
-        stats = monitor.step_stats(grads, opt_state, params) if sampled else None
+        stats = step_stats(grads, opt_state, params) if sampled else None
         metrics = {"loss_scale": 1.0, "skipped": float(skipped), "pinned_overflows": float(step * skipped)}
         run.update(step, metrics, loss=1.0, stats=stats)
     return run
