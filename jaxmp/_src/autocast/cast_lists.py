@@ -129,6 +129,8 @@ class CastLists(NamedTuple):
       because: with `dtype` None, why, for people to read.
       chooser: says which matmuls of a function run narrower than `dtype` (`narrow_matmuls`); None: none.
       narrow: what it said of the matmuls of one function: (place, product or reason) each.
+      float32_products: whether products of 16-bit operands return float32, as the code asks for it
+        (`float32_products`).
     """
 
     dtype: np.dtype | None
@@ -141,6 +143,7 @@ class CastLists(NamedTuple):
     because: str = ""
     chooser: Any = None
     narrow: frozenset[tuple[tuple[int, ...], Any]] = frozenset()
+    float32_products: bool = False
 
     def within(self, i: int) -> "CastLists":
         """The lists in equation `i` of a function, and in function `i` of an equation."""
@@ -212,6 +215,16 @@ def group_of(eqn: Any, lists: "CastLists") -> str | None:
     if group != "allow":
         return group
     return "widest" if sums_nothing(eqn) else "force_fp32" if only_sums(eqn) else group
+
+
+def returns_float32(eqn: Any, lists: "CastLists") -> bool:
+    """Whether a product asks for a float32 result of 16-bit operands: of those it was traced with, or of its lists."""
+    if eqn.primitive.name not in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
+        return False
+    given = {v.aval.dtype for v in eqn.invars if v.aval.dtype in FLOATS}
+    preferred = eqn.params.get("preferred_element_type")
+    asks = preferred is not None and np.dtype(preferred) == np.float32 and np.dtype(np.float32) not in given
+    return asks or lists.float32_products
 
 
 def takes_scalars(eqn: Any) -> bool:

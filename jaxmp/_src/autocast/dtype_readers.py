@@ -8,16 +8,15 @@ that runs, a matmul's 16-bit result goes to the function as it is: XLA removes t
 
 `jax.nn.dot_product_attention` is called so where it is a kernel (`implementation="cudnn"`, or what jax picks for 16-bit
 arrays), wherever a module holds it under its name, `from jax.nn import` included. Where it is made of matmuls and a
-softmax, these run by the lists: the algorithm that jax names for float16 is not on every device. Other functions, and
-the same one where an object holds it (a `functools.partial` that was made before, an attribute of a layer), are wrapped
-by `jaxmp.no_autocast(fn, cast_inputs=True)`.
+softmax, these run by the lists, and the products of queries and keys are float32, as jax asks (`float32_products`): the
+algorithm that jax names for float16 is not on every device. Other functions, and the same one where an object holds it
+(a `functools.partial` that was made before, an attribute of a layer), are wrapped by
+`jaxmp.no_autocast(fn, cast_inputs=True)`.
 """
 
 import contextlib
 import functools
 import inspect
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp._src.autocast import regions
+from jaxmp._src.autocast import float32_products, regions, stand_ins
 from jaxmp._src.autocast.cast_lists import LOW_MARK, OFF, CastLists
 from jaxmp._src.programs import array_functions, jaxprs
 
@@ -44,13 +43,6 @@ def with_low_inputs(fn: Callable[..., Any], run: Callable[..., Any]) -> Callable
         return _marked(out, lists.dtype) if regions.is_tracing() else out
 
     return wrapped
-
-
-@contextlib.contextmanager
-def tracing(lists: CastLists) -> Iterator[None]:
-    """The trace of a function that will be rewritten by `lists`; attention in it sees 16-bit arrays."""
-    with regions.tracing(lists), _attention_replaced():
-        yield
 
 
 def _low(tree: Any, dtype: Any) -> Any:
@@ -74,35 +66,22 @@ def _marked(tree: Any, dtype: Any) -> Any:
 _ATTENTION = "dot_product_attention"
 _OPERANDS = ("query", "key", "value", "bias")  # cuDNN's kernel adds a bias of the dtype of the others
 _MATMUL = "dot_general"
-_LOCK = threading.Lock()
 
 
-class _Attention:
-    """`jax.nn.dot_product_attention` for functions that autocast traces; elsewhere it is the original.
+class _Attention(stand_ins.StandIn):
+    """`jax.nn.dot_product_attention` for functions that autocast traces."""
 
-    It stands in place of the original in every module that holds it under its name, while a trace of any thread runs.
-    """
-
-    def __init__(self, original: Callable[..., Any]):
-        functools.update_wrapper(self, original)
-        self._original = original
-        self._signature = inspect.signature(original)
-        self._traces = 0
-        modules = list(sys.modules.values())
-        self._holders = [m for m in modules if getattr(m, "__dict__", {}).get(_ATTENTION) is original]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original."""
-        lists = regions.current()
-        if not regions.is_tracing() or lists is None or lists.dtype is None or _MATMUL not in lists.allow:
-            return self._original(*args, **kwargs)
-        given = self._signature.bind(*args, **kwargs)
+    def call(self, lists: CastLists, *args: Any, **kwargs: Any) -> Any:
+        """The original, with 16-bit arrays where it is a kernel."""
+        if _MATMUL not in lists.allow:
+            return self.original(*args, **kwargs)
+        given = inspect.signature(self.original).bind(*args, **kwargs)
         low = {name: _low(given.arguments[name], lists.dtype) for name in _OPERANDS if name in given.arguments}
         given.arguments |= low
         if not self._is_kernel(given):  # made of matmuls and a softmax, which run by the lists
-            return self._original(*args, **kwargs)
+            return self.original(*args, **kwargs)
         with regions.region(OFF.off(_ATTENTION)):
-            out = self._original(*given.args, **given.kwargs)
+            out = self.original(*given.args, **given.kwargs)
         return _marked(out, lists.dtype)
 
     def _is_kernel(self, given: inspect.BoundArguments) -> bool:
@@ -110,34 +89,15 @@ class _Attention:
         implementation = given.arguments.get("implementation")
         if implementation is not None:
             return implementation != "xla"
-        closed = jax.make_jaxpr(lambda: self._original(*given.args, **given.kwargs))()
+        closed = jax.make_jaxpr(lambda: self.original(*given.args, **given.kwargs))()
         return not any(eqn.primitive.name == _MATMUL for eqn in jaxprs.equations(closed))
 
-    def enter(self) -> None:
-        """A trace begins."""
-        self._traces += 1
-        if self._traces == 1:
-            self._put(self)
 
-    def leave(self) -> None:
-        """A trace ends."""
-        self._traces -= 1
-        if not self._traces:
-            self._put(self._original)
-
-    def _put(self, attention: Callable[..., Any]) -> None:
-        for module in self._holders:
-            setattr(module, _ATTENTION, attention)
+_FUNCTIONS = (stand_ins.Function(jax.nn, _ATTENTION, _Attention, True), *float32_products.FUNCTIONS)
 
 
 @contextlib.contextmanager
-def _attention_replaced() -> Iterator[None]:
-    with _LOCK:
-        current = jax.nn.dot_product_attention
-        attention = current if isinstance(current, _Attention) else _Attention(current)
-        attention.enter()
-    try:
+def tracing(lists: CastLists) -> Iterator[None]:
+    """The trace of a function that will be rewritten by `lists`; it sees the dtypes that are asked for in calls."""
+    with regions.tracing(lists), stand_ins.standing_in(_FUNCTIONS):
         yield
-    finally:
-        with _LOCK:
-            attention.leave()

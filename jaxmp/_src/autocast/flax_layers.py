@@ -18,7 +18,7 @@ import numpy as np
 from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp._src.autocast import float32_layers, reach, regions
+from jaxmp._src.autocast import float32_layers, float32_products, reach, regions
 from jaxmp._src.autocast.cast_lists import FLOATS, LOW_MARK, OFF, CastLists
 from jaxmp._src.base import ambient
 from jaxmp._src.programs import flax_modules, haiku_frames
@@ -54,6 +54,8 @@ def _by_path(call: flax_modules.ModuleCall) -> Any:
         if call.method != "__call__" or not (isinstance(call.module, _ONE_OPERATION) or _is_in_fp8(call.module)):
             return out
         if _own_dtype(call.module) is not None or found is None or found.dtype is None:
+            return out
+        if float32_products.asks(getattr(call.module, "preferred_element_type", None)):  # of a layer in fp8
             return out
         return jax.tree.map(lambda x: checkpoint_name(x, LOW_MARK) if getattr(x, "dtype", None) in FLOATS else x, out)
 

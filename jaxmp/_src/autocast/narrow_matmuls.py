@@ -208,7 +208,7 @@ def _operation(step: Step, operands: list[Origin]) -> tuple[int | None, bool, st
     weight = weights.number_of_weight(eqn, operands)
     if name != "dot_general":
         return weight, False, _OTHER_PRODUCTS.get(name, f"it is a {name}")
-    if step.how != "bind" or step.group != "allow":
+    if step.how not in ("bind", "product") or step.group != "allow":
         return weight, False, "it does not run in 16 bits"
     return weight, False, "the function computes both operands" if weight is None else None
 

@@ -122,6 +122,8 @@ class PlanRunner:
             return [cast(step.narrow(*operands, step.results[0].dtype, eqn.params), step.results[0].dtype)]
         if step.how == "once":
             return [_rounded_once(step, operands)]
+        if step.how == "product":
+            return [_in_float32(step, operands)]
         if eqn.primitive.name in _SCATTERS:
             return [_scatter(eqn, operands)]
         bound = eqn.primitive.bind(*operands, **_params(step))
@@ -249,9 +251,10 @@ def _saturated(number: float, dtype: Any) -> float:
 
 def _params(step: Step) -> dict[str, Any]:
     """The parameters of an equation that runs in another dtype."""
-    params = dict(step.eqn.params)
-    if params.get("preferred_element_type") is not None and step.results[0].dtype in FLOATS:
-        params["preferred_element_type"] = np.dtype(np.float32) if step.how == "once" else step.results[0].dtype
+    params, dtype = dict(step.eqn.params), FLOAT32 if step.how == "once" else step.results[0].dtype
+    is_named = params.get("preferred_element_type") is not None
+    if dtype in FLOATS and (is_named or ("preferred_element_type" in params and dtype == FLOAT32)):
+        params["preferred_element_type"] = dtype
     return params
 
 
@@ -260,7 +263,7 @@ def _rounded_once(step: Step, operands: list[Any]) -> Any:
     eqn = step.eqn
 
     def run(*operands: Any) -> Any:
-        wide = [lax.convert_element_type(x, jnp.float32) if x.dtype in FLOATS else x for x in operands]
+        wide = list(map(_widened, operands))
         out = _scatter(eqn, wide) if eqn.primitive.name in _SCATTERS else eqn.primitive.bind(*wide, **_params(step))
         return cast(out, step.results[0].dtype)
 
@@ -287,7 +290,7 @@ def _repeated(step: Step, operands: list[Any], wide: dict[int, Any]) -> Any:
 
     def tangent_of(i: int, operands: Any, tangent: Any) -> Any:
         if is_repeated(eqn, i):
-            operands = [lax.convert_element_type(x, jnp.float32) if x.dtype in FLOATS else x for x in operands]
+            operands = list(map(_widened, operands))
             tangent = lax.convert_element_type(tangent, jnp.float32)
         _, out = jax.jvp(of_operand(i, operands), (operands[i],), (tangent,))
         return lax.convert_element_type(out, dtype)
@@ -307,12 +310,65 @@ def _repeated(step: Step, operands: list[Any], wide: dict[int, Any]) -> Any:
     return run(*operands, *wide.values())
 
 
+def _product(step: Step, operands: Any) -> Any:
+    """A product in the dtype of its plan, from 16-bit operands."""
+    product = functools.partial(step.eqn.primitive.bind, **_params(step))
+    return _to_float32(product, *operands) if step.results[0].dtype == FLOAT32 else product(*operands)
+
+
+def _returning(dtype: Any, step: Step) -> Step:
+    return step._replace(results=(step.results[0]._replace(dtype=dtype),))
+
+
+def _to_float32(product: Any, *operands: Any) -> Any:
+    """A product of 16-bit operands that returns float32: XLA for CPU has none for some layouts, and fails."""
+
+    def widened(_: Any, *operands: Any) -> Any:
+        return product(*map(_widened, operands))
+
+    return by_platform(product, *operands, cpu=widened, derivative="cpu", maps=True)
+
+
+def _in_float32(step: Step, operands: list[Any]) -> Any:
+    """A product of 16-bit operands that returns float32. Its derivative, too, multiplies 16-bit arrays in bfloat16.
+
+    In float16 a tangent may be too large for 16 bits, as the product itself.
+    """
+    eqn, dtype = step.eqn, step.lists.dtype
+    low = _returning(dtype, step)
+
+    def tangent_of(i: int, operands: Any, tangent: Any) -> Any:
+        given = [*operands[:i], tangent, *operands[i + 1 :]]
+        if dtype == jnp.bfloat16:
+            return _product(low, given).astype(jnp.float32)
+        if eqn.primitive.name != "dot_general":  # jax transposes others for operands of one dtype
+            given = list(map(_widened, given))
+        return eqn.primitive.bind(*given, **_params(step))
+
+    run = jax.custom_jvp(lambda *given: _product(step, given))
+
+    @functools.partial(run.defjvp, symbolic_zeros=True)
+    def derivative(primals: Any, tangents: Any) -> Any:
+        moving = ((i, t) for i, t in enumerate(tangents) if not isinstance(t, jax.custom_derivatives.SymbolicZero))
+        found = [tangent_of(i, primals, t) for i, t in moving]
+        out = run(*primals)
+        return out, functools.reduce(lax.add, found) if found else jnp.zeros_like(out)
+
+    return run(*operands)
+
+
+def _widened(x: Any) -> Any:
+    return lax.convert_element_type(x, jnp.float32) if x.dtype in FLOATS else x
+
+
 def _multiplied(step: Step, operands: list[Any], wide: dict[int, Any]) -> Any:
     """A product of 16-bit data with a weight, whose gradient is a product in float32: XLA reduces it in that dtype.
 
     `wide` has the float32 array that gets the gradient; without one it is rounded.
     """
-    eqn, params, count = step.eqn, _params(step), len(operands)
+    eqn, count = step.eqn, len(operands)
+    dtype = step.lists.dtype if step.results[0].dtype == FLOAT32 else step.results[0].dtype
+    params = _params(_returning(dtype, step))
     types = [jax.typeof(wide.get(i, x)) for i, x in enumerate(operands)]
 
     def gradient(i: int, operands: Any, g: Any) -> Any:
@@ -324,25 +380,23 @@ def _multiplied(step: Step, operands: list[Any], wide: dict[int, Any]) -> Any:
         def product(g: Any, *others: Any) -> Any:
             return compat.transposed(eqn.primitive, g, others, i, types[i], in_float32)
 
-        def widened(_: Any, *given: Any) -> Any:  # XLA for CPU has no such product for some layouts, and fails
-            return product(*(x.astype(jnp.float32) if x.dtype in FLOATS else x for x in given))
-
-        return by_platform(product, g, *others, cpu=widened, derivative="cpu", maps=True)
+        return _to_float32(product, g, *others)
 
     @jax.custom_vjp
     def run(*given: Any) -> Any:
-        return eqn.primitive.bind(*given[:count], **params)
+        return _product(step, given[:count])
 
     def forward(*given: Any) -> Any:
         kept = [x.value for x in given[:count]]
         moves = [() if x.perturbed else None for x in given]  # both hold no array
-        return eqn.primitive.bind(*kept, **params), (kept, moves)
+        return _product(step, kept), (kept, moves)
 
     def backward(residuals: Any, g: Any) -> Any:
         kept, moves = residuals
         gets = [i if i < 2 and i not in wide else None for i in range(count)] + list(wide)
         if isinstance(g, jax.custom_derivatives.SymbolicZero):
             return (None,) * len(gets)
+        g = cast(g, dtype)
         pairs = zip(gets, moves, strict=True)
         return tuple(None if i is None or moved is None else gradient(i, kept, g) for i, moved in pairs)
 

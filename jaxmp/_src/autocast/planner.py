@@ -51,6 +51,7 @@ class Value(NamedTuple):
       home: the 16-bit dtype it had before a power made it float32; a bounded function casts it back.
       computed: whether an operation of the function computes it; an input, moved or not, is not.
       made_of: `WEIGHTS` if it is made of those inputs alone whose gradients are reduced in float32.
+      product: whether it is a product of 16-bit operands that was asked for in float32, moved or not.
     """
 
     dtype: Any
@@ -59,6 +60,7 @@ class Value(NamedTuple):
     home: Any = None
     computed: bool = False
     made_of: int = DATA
+    product: bool = False
 
 
 class Step(NamedTuple):
@@ -69,8 +71,9 @@ class Step(NamedTuple):
       how: `"bind"`: in new dtypes; `"once"`: the same with a float32 scalar, for which 16-bit operands are widened and
         the result is rounded; `"written"`: in those it was traced with; `"same"`: returns its operand; `"repeat"`:
         repeats a 16-bit input, a bias or rows of a table, whose gradient is summed in float32; `"multiply"`: multiplies
-        data with a weight, whose gradient is a product in float32; `"again"`: its function is traced in the dtypes that
-        arrive; `"call"`: it has functions inside, with a plan each.
+        data with a weight, whose gradient is a product in float32; `"product"`: multiplies in 16 bits and returns
+        float32; `"again"`: its function is traced in the dtypes that arrive; `"call"`: it has functions inside, with a
+        plan each.
       group: the group that decided, for people to read.
       operands: the dtype each operand is cast to; None leaves it.
       results: its results.
@@ -202,8 +205,12 @@ class Planner:
             group = "allow"
         if group == "force_fp32" and eqn.primitive.name in cast_lists.POWERS and i in uses.tamed:
             group = "widest" if jnp.finfo(lists.dtype).maxexp == jnp.finfo(FLOAT32).maxexp else group
-        if group in ("allow", "widest") and _asks_for_float32(eqn):
+        if group in ("allow", "widest") and _is_as_written(eqn):
             return written(eqn, lists)
+        if cast_lists.returns_float32(eqn, lists):
+            if group == "allow" and not any(v.product for v in operands):
+                return _product(eqn, operands, lists)
+            group = "force_fp32"  # a product that sums nothing, or the second of an einsum of three operands
         if eqn.primitive.name in cast_lists.EACH_ITS_OWN and group == "widest":
             return _each_its_own(eqn, operands, lists)
         if group == "force_fp32" or (group == "widest" and _is_reciprocal(eqn)):
@@ -369,12 +376,13 @@ def _of_repeats(step: Step, operands: list[Value]) -> Step:
 
 def _of_weights(step: Step, operands: list[Value]) -> Step:
     """A product in 16 bits of data and a weight."""
-    is_product = step.eqn.primitive.name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS
-    if not is_product or step.how not in ("bind", "written") or callable(step.narrow):
+    is_matmul = step.eqn.primitive.name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS
+    if not is_matmul or step.how not in ("bind", "written", "product") or callable(step.narrow):
         return step
     weights = tuple(i for i, v in enumerate(operands[:2]) if _is_weight(v) and operands[1 - i].made_of == DATA)
     is_low = step.results[0].dtype in FLOATS and step.results[0].dtype != FLOAT32
-    return step._replace(how="multiply", weights=weights) if weights and is_low else step
+    is_product = is_low or step.how == "product"
+    return step._replace(how="multiply", weights=weights) if weights and is_product else step
 
 
 def _is_weight(v: Value) -> bool:
@@ -410,7 +418,7 @@ def _is_change(step: Step) -> bool:
     if step.how == "written":
         return False
     return (
-        step.how in ("call", "repeat", "multiply")
+        step.how in ("call", "repeat", "multiply", "product")
         or callable(step.narrow)
         or any(
             cast is not None and cast != v.aval.dtype for cast, v in zip(step.operands, step.eqn.invars, strict=True)
@@ -435,13 +443,12 @@ def _is_scale_dtype(dtype: Any) -> bool:
     return not jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def _asks_for_float32(eqn: Any) -> bool:
-    """Whether a matmul names its algorithm, or asks for results wider than its operands: it stays as written."""
-    precision, preferred = eqn.params.get("precision"), eqn.params.get("preferred_element_type")
+def _is_as_written(eqn: Any) -> bool:
+    """Whether a matmul names its algorithm, or asks for float32 of operands that the code itself put in 16 bits."""
+    precision = eqn.params.get("precision")
     if precision is not None and not isinstance(precision, (tuple, jax.lax.Precision)):
         return True
-    given = {v.aval.dtype for v in eqn.invars if v.aval.dtype in FLOATS}
-    return preferred is not None and np.dtype(preferred) == FLOAT32 and FLOAT32 not in given
+    return cast_lists.returns_float32(eqn, cast_lists.OFF)
 
 
 def _takes_from_input(eqn: Any, operands: list[Value]) -> bool:
@@ -509,10 +516,17 @@ def _in_dtype(eqn: Any, operands: list[Value], dtype: Any, group: str, lists: Ca
         elif eqn.primitive.name in cast_lists.BEFORE_CAST and len(operands) == 1:
             # A broadcast scalar does not vote. A full array of one number votes, except where values are only picked.
             const = operands[0].const
-            results.append(Value(result, operands[0].votes or const is not None, const, home, computed))
+            votes, product = operands[0].votes or const is not None, operands[0].product
+            results.append(Value(result, votes, const, home, computed, product=product))
         else:
             results.append(Value(result, out.aval.ndim > 0, None, home, computed))
     return Step(eqn, "once" if kept else "bind", group, casts, tuple(results), (), lists)
+
+
+def _product(eqn: Any, operands: list[Value], lists: CastLists) -> Step:
+    """A product of operands in 16 bits that returns float32."""
+    results = tuple(Value(FLOAT32, v.aval.ndim > 0, computed=True, product=True) for v in eqn.outvars)
+    return Step(eqn, "product", "allow", _casts(operands, lists.dtype, frozenset()), results, (), lists)
 
 
 def _casts(operands: list[Value], dtype: Any, keep: frozenset[int]) -> tuple[Any, ...]:

@@ -144,7 +144,9 @@ def _find_biased(jaxpr: Any, lists: CastLists) -> tuple[frozenset[int], dict[Any
         name, out = eqn.primitive.name, eqn.outvars[0] if eqn.outvars else None
         variables: list[Any] = [v for v in eqn.invars if not isinstance(v, core.Literal)]
         if name in jaxprs.MATMULS:
-            if cast_lists.group_of(eqn, regions.lists_of(eqn, lists)) == "allow":
+            here = regions.lists_of(eqn, lists)
+            # A float32 result that was asked for is no 16-bit one with its bias.
+            if cast_lists.group_of(eqn, here) == "allow" and not cast_lists.returns_float32(eqn, here):
                 features[out] = _features_of(eqn)
         elif name in _MOVED and variables:
             place = _MOVED[name](eqn, variables[0].aval.shape)
