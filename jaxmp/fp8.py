@@ -38,10 +38,7 @@ from jaxmp._src.fp8.recipes import CurrentScaling as CurrentScaling, DelayedScal
 from jaxmp._src.fp8.remat import save_quantized as save_quantized
 from jaxmp._src.fp8.scale_leaves import Scales as Scales, is_scale as is_scale, with_scales as with_scales
 from jaxmp._src.fp8.stored_kernels import load_weights as load_weights
+from jaxmp._src.guard.fp8_scales import get_amaxes as get_amaxes, get_scales as get_scales
 from jaxmp._src.guard.loss import calibrate as calibrate
 from jaxmp._src.numerics.quantize import dequantize as dequantize, quantize as quantize
-from jaxmp._src.step.scales import (
-    get_amaxes as get_amaxes,
-    get_scales as get_scales,
-    resize_history as resize_history,
-)
+from jaxmp._src.step.scales import resize_history as resize_history

@@ -68,10 +68,25 @@ def by_function(names, recipe, chosen):
                 x = jnp.tanh(x @ params[name])
         return x
 
-    params = dict.fromkeys(names, jnp.ones((SIDE, SIDE)))
-    rows = jaxmp.explain_autocast(model, params, X, dtype=jnp.bfloat16, recipe=recipe, filter=chosen).rows
-    in_fp8 = [row.module for row in rows if row.name == "dot_general" and row.runs_in.startswith("float8")]
-    return {name: _recipes(recipe).get(f"*{name}", RECIPE).fp8_format for name in in_fp8}
+    return _in_fp8(model, dict.fromkeys(names, jnp.ones((SIDE, SIDE))), recipe, chosen)
+
+
+def by_function_of_linen(names, recipe, chosen):
+    params = LinenModel(names).init(jax.random.key(0), X)
+    return _in_fp8(LinenModel(names).apply, params, recipe, chosen)
+
+
+def by_function_of_nnx(names, recipe, chosen):
+    model = (NnxModel if len(names) > 2 else TwoOfNnx)(names)
+    return _in_fp8(lambda model, x: model(x), model, recipe, chosen)
+
+
+def _in_fp8(fn, params, recipe, chosen):
+    rows = jaxmp.explain_autocast(fn, params, X, dtype=jnp.bfloat16, recipe=recipe, filter=chosen).rows
+    in_fp8 = [row for row in rows if row.name == "dot_general" and row.runs_in.startswith("float8")]
+    names = [row.module.split("/")[-1] for row in in_fp8]
+    by_name = {pattern.strip("*/"): part for pattern, part in _recipes(recipe).items()}
+    return {name: by_name.get(name, RECIPE).fp8_format for name in names}
 
 
 def _recipes(recipe):
@@ -82,7 +97,13 @@ def _with_state(recipe):
     return fp8.DelayedScaling(fp8_format=recipe.fp8_format)
 
 
-WAYS = {"linen": by_linen, "nnx": by_nnx, "function": by_function}
+WAYS = {
+    "linen": by_linen,
+    "nnx": by_nnx,
+    "function": by_function,
+    "function of linen": by_function_of_linen,
+    "function of nnx": by_function_of_nnx,
+}
 TWO = {"*up": fp8.CurrentScaling(fp8_format="E4M3"), "*": RECIPE}
 
 
@@ -96,17 +117,46 @@ TWO = {"*up": fp8.CurrentScaling(fp8_format="E4M3"), "*": RECIPE}
         (NAMES, RECIPE, "*d*", ["embed", "down", "head"]),
         (NAMES, TWO, lambda path, layer: path != "down", ["embed", "up", "head"]),
         (NAMES, RECIPE, (), []),
+        (NAMES, RECIPE, ("/up", "/he*"), ["up", "head"]),
+        (NAMES, {"/up": TWO["*up"], "/*": RECIPE}, "*", list(NAMES)),
     ],
-    ids=["default", "two recipes", "globs", "one glob", "function", "none"],
+    ids=["default", "two recipes", "globs", "one glob", "function", "none", "from the root", "recipes from the root"],
 )
 def test_three_ways_choose_alike(way, names, recipe, chosen, expected):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = way(names, recipe, chosen)
-    assert found == {name: "E4M3" if recipe is TWO and name == "up" else "HYBRID" for name in expected}
+    assert found == {name: "E4M3" if isinstance(recipe, dict) and name == "up" else "HYBRID" for name in expected}
 
 
-FUNCTIONS = {"linen": "jaxmp.fp8.autocast", "nnx": "jaxmp.nnx.to_fp8", "function": "jaxmp.autocast"}
+def test_the_path_of_a_layer_is_that_of_its_params():
+    """In a function, too: not the name of a class, of a method or of a transformation, in layers in layers."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.tanh(nn.Dense(SIDE, name="up")(x))
+
+        def encode(self, x):
+            return self(x)
+
+    class Model(nn.Module):
+        def setup(self):
+            self.first, self.blocks = nn.Dense(SIDE), [nn.remat(Block)(), Block()]
+
+        def __call__(self, x):
+            x = self.blocks[1].encode(self.blocks[0](self.first(x)))
+            with jax.named_scope("tied"):
+                return x @ self.first.variables["params"]["kernel"].T
+
+    seen: list[str] = []
+    params = Model().init(jax.random.key(0), X)
+    model = jaxmp.autocast(Model().apply, "fp8", recipe=RECIPE, filter=lambda path, eqn: seen.append(path) is None)
+    jax.make_jaxpr(jax.vmap(model, (None, 0)))(params, X[None])
+    assert seen == ["first", "blocks_0/up", "blocks_1/up", "tied"]
+
+
+FUNCTIONS = {"linen": "jaxmp.fp8.autocast", "nnx": "jaxmp.nnx.to_fp8"} | dict.fromkeys(list(WAYS)[2:], "jaxmp.autocast")
 
 
 @pytest.mark.parametrize("name", WAYS)

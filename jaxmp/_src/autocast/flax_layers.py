@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxmp._src.autocast import float32_layers, float32_products, reach, regions
 from jaxmp._src.autocast.cast_lists import FLOATS, LOW_MARK, OFF, CastLists
 from jaxmp._src.base import ambient
-from jaxmp._src.programs import flax_modules, haiku_frames
+from jaxmp._src.programs import flax_modules, haiku_frames, module_paths
 
 _ONE_OPERATION = (
     *(linen.BatchNorm, linen.LSTMCell, linen.OptimizedLSTMCell, linen.ConvLSTMCell, linen.SimpleCell, linen.GRUCell),
@@ -47,7 +47,10 @@ def _by_path(call: flax_modules.ModuleCall) -> Any:
     lists = regions.current()
     found = None if lists is None else _lists_for(call, lists)
     _check_kernel(call)
-    with contextlib.nullcontext() if found is None or found == lists else _region_of(found):
+    # Whoever chooses operations names them by the paths of their modules.
+    is_chosen = lists is not None and lists.chooser is not None
+    marker = module_paths.marker(call.path) if is_chosen else contextlib.nullcontext()
+    with marker, contextlib.nullcontext() if found is None or found == lists else _region_of(found):
         if found is not None:
             float32_layers.note(call, found)
         out = call.run()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxmp._src.autocast import regions, weights
+from jaxmp._src.autocast import weights
 from jaxmp._src.autocast.cast_lists import EACH_ITS_OWN, FLOATS, CastLists
 from jaxmp._src.autocast.planner import Plan, Planner, Step, Value
 from jaxmp._src.autocast.weights import Origin
@@ -32,7 +32,7 @@ class Operation(NamedTuple):
 
     Attributes:
       place: where it is.
-      path: the module or named scope, as `explain_autocast` shows it; "" at the top.
+      path: the module, by the path of its params, or the named scope; "" at the top and in the root of a model.
       eqn: the equation as traced.
       weight: which operand is the weight; None of a matmul of two computed values, of a layer, and of a matmul in a
         function with its own derivative.
@@ -86,7 +86,7 @@ def plan(planner: Planner, function: tuple[Any, Any], inputs: tuple[Value, ...],
     if lists.chooser is None:
         return found
     search = _Search()
-    search.walk(found, (), "", "", in_loop=False)
+    search.walk(found, (), "", in_loop=False)
     operations = search.operations
     choices = zip(operations, lists.chooser.choose(operations), strict=True)
     narrow = frozenset((operation.place, choice) for operation, choice in choices if choice is not None)
@@ -105,7 +105,6 @@ class _Search:
         plan: Plan,
         at: Place,
         stack: str,
-        path: str,
         *,
         in_loop: bool,
         given: Sequence[Origin] | None = None,
@@ -121,7 +120,6 @@ class _Search:
             eqn = step.eqn
             operands = [weights.CONSTANT if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
             full = module_paths.join(stack, str(eqn.source_info.name_stack))
-            here = module_paths.join(path, regions.scope_of(eqn))
             found = _operation(step, operands)
             if found is not None:
                 weight, is_layer, why_not = found
@@ -130,31 +128,33 @@ class _Search:
                 for part in chosen:
                     made = self.operations[part]
                     self.operations[part] = made._replace(weight=None, why_not="it makes a part of a weight")
-                self.operations.append(Operation((*at, i), here, eqn, weight, in_loop, is_layer, why_not))
+                path = module_paths.path_of(full)
+                self.operations.append(Operation((*at, i), path, eqn, weight, in_loop, is_layer, why_not))
             count = len(self.operations)
             inner: list[list[Origin]] = []
             if eqn.primitive.name in jaxprs.WITH_OWN_DERIVATIVE:
                 if found is None:
-                    self._refuse(step, (*at, i), here, in_loop=in_loop)
+                    self._refuse(step, (*at, i), full, in_loop=in_loop)
             else:
                 for k, function in enumerate(step.inner):
                     loops = in_loop or eqn.primitive.name in jaxprs.LOOPS
                     passed = _passed(eqn, operands, function)
-                    inner.append(self.walk(function, (*at, i, k), full, here, in_loop=loops, given=passed))
+                    inner.append(self.walk(function, (*at, i, k), full, in_loop=loops, given=passed))
             results = self._results(step, operands, inner, has_matmuls=len(self.operations) > count)
             known |= dict(zip(eqn.outvars, results, strict=True))
         return [weights.CONSTANT if isinstance(v, core.Literal) else known[v] for v in plan.jaxpr.outvars]
 
-    def _refuse(self, step: Step, at: Place, path: str, *, in_loop: bool) -> None:
+    def _refuse(self, step: Step, at: Place, stack: str, *, in_loop: bool) -> None:
         """The matmuls in a function with its own derivative, at any depth."""
         for k, function in enumerate(step.inner):
             for i, inner in enumerate(function.steps):
                 name = inner.eqn.primitive.name
-                here, place = module_paths.join(path, regions.scope_of(inner.eqn)), (*at, k, i)
+                full, place = module_paths.join(stack, str(inner.eqn.source_info.name_stack)), (*at, k, i)
                 if name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
                     why_not = _OTHER_PRODUCTS.get(name, _OF_OWN_DERIVATIVE)
-                    self.operations.append(Operation(place, here, inner.eqn, None, in_loop, why_not=why_not))
-                self._refuse(inner, place, here, in_loop=in_loop or name in jaxprs.LOOPS)
+                    path = module_paths.path_of(full)
+                    self.operations.append(Operation(place, path, inner.eqn, None, in_loop, why_not=why_not))
+                self._refuse(inner, place, full, in_loop=in_loop or name in jaxprs.LOOPS)
 
     def _results(
         self, step: Step, operands: list[Origin], inner: list[list[Origin]], *, has_matmuls: bool

@@ -72,8 +72,7 @@ def dot_general(
             key=key,
         )
     matmul.note_use()
-    dtype = jnp.dtype(preferred_element_type or matmul.result_dtype(lhs, rhs))
-    out = matmul.plain_dot_general(lhs, rhs, dimension_numbers, dtype, out_sharding, scales=scales)
+    out = matmul.plain_dot_general(lhs, rhs, dimension_numbers, preferred_element_type, out_sharding, scales=scales)
     return out if bias is None else matmul.plus(out, bias)
 
 
@@ -87,12 +86,11 @@ def ragged_dot(
 ) -> Float[Array, "m n"]:
     """The product of a layer of experts: in fp8 if fp8 is on, else in the dtype of its result."""
     scales = matmul.Scales(*leaves) if leaves else None
-    dtype = jnp.dtype(preferred_element_type or matmul.result_dtype(lhs, rhs))
     if is_enabled():
-        given = {"recipe": recipe, "scales": scales, "preferred_element_type": dtype}
+        given = {"recipe": recipe, "scales": scales, "preferred_element_type": preferred_element_type}
         return ragged_matmul.ragged_dot(lhs, rhs, group_sizes, **given)
     matmul.note_use()
-    return ragged_matmul.plain_ragged_dot(lhs, rhs, group_sizes, dtype, scales)
+    return ragged_matmul.plain_ragged_dot(lhs, rhs, group_sizes, preferred_element_type, scales)
 
 
 def gated_mlp(

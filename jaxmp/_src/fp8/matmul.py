@@ -132,7 +132,7 @@ def dot_general(
             lhs, activation = operands.activated(lhs, activation).astype(lhs.dtype), None
     if reason:
         warn_of_fallback(out_dtype, reason, layer)
-        out = plain_dot_general(lhs, rhs, dimension_numbers, out_dtype, out_sharding, scales=scales)
+        out = plain_dot_general(lhs, rhs, dimension_numbers, preferred_element_type, out_sharding, scales=scales)
         return out if bias is None else plus(out, bias)
     check_scales(recipe, scales)
     lhs, run_dtype = _as_run(lhs), traced_for(out_dtype)
@@ -357,16 +357,21 @@ def plain_dot_general(
     lhs: Array,
     rhs: Array,
     dimension_numbers: DimensionNumbers,
-    dtype: Any,
+    preferred_element_type: Any,
     out_sharding: Any = None,
     *,
     scales: Scales | None = None,
 ) -> Array:
-    """The product without fp8: both operands and the result in `dtype`."""
+    """The product without fp8: both operands and the result in one dtype."""
+    dtype = preferred_element_type or result_dtype(lhs, rhs)
     if scales is not None and stored_kernels.holds_fp8(rhs, scales.rhs):
         rhs = stored_kernels.dequantized(rhs, scales.rhs, dtype)
     return lax.dot_general(
-        lhs.astype(dtype), rhs.astype(dtype), dimension_numbers, preferred_element_type=dtype, out_sharding=out_sharding
+        lhs.astype(dtype),
+        rhs.astype(dtype),
+        dimension_numbers,
+        preferred_element_type=preferred_element_type,  # autocast takes a dtype that is named for a request
+        out_sharding=out_sharding,
     )
 
 

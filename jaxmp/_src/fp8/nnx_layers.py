@@ -150,7 +150,8 @@ class Fp8Einsum(nnx.Module):
             if layers_lib.is_enabled():
                 matmul.warn_of_layer(self.dot_general.layer or "(an Fp8Einsum)", reason)
             operands = lhs.astype(dtype), rhs.astype(dtype)
-            return jnp.einsum(subscripts, *operands, precision=precision, preferred_element_type=dtype, **kwargs)
+            named = {"precision": precision, "preferred_element_type": preferred_element_type}
+            return jnp.einsum(subscripts, *operands, **named, **kwargs)
         dot = functools.partial(
             self.dot_general, preferred_element_type=preferred_element_type, out_sharding=kwargs.get("out_sharding")
         )

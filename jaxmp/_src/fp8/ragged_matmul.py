@@ -100,11 +100,16 @@ def ragged_dot(
     return in_reverse(_ragged_dot)(gemm, recipe, lhs, rhs, group_sizes, scales)
 
 
-def plain_ragged_dot(lhs: Array, rhs: Array, group_sizes: Array, dtype: Any, scales: Scales | None) -> Array:
-    """The product without fp8: both operands and the result in `dtype`."""
+def plain_ragged_dot(
+    lhs: Array, rhs: Array, group_sizes: Array, preferred_element_type: Any, scales: Scales | None
+) -> Array:
+    """The product without fp8: both operands and the result in one dtype."""
+    dtype = preferred_element_type or matmul.result_dtype(lhs, rhs)
     if scales is not None and stored_kernels.holds_fp8(rhs, scales.rhs):
         rhs = stored_kernels.dequantized(rhs, scales.rhs, dtype)
-    return lax.ragged_dot(lhs.astype(dtype), rhs.astype(dtype), group_sizes, preferred_element_type=dtype)
+    return lax.ragged_dot(
+        lhs.astype(dtype), rhs.astype(dtype), group_sizes, preferred_element_type=preferred_element_type
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -1,11 +1,11 @@
-"""Guards of fp8 scales: they are those of the recipe that moves them, and so is their state."""
+"""Guards of fp8 scales: they are those of the recipe that moves them, and so is their state; readers get numbers."""
 
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves
@@ -31,6 +31,28 @@ def update_amax(recipe: scales.Recipe) -> scales.MovesScales:
     guarded = scales.MovesScales(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
     guarded.recipe, guarded.observe, guarded.move = recipe, made.observe, made.move
     return guarded
+
+
+@functools.wraps(scales.get_scales)
+def get_scales(params: PyTree) -> dict[str, Float[Array, "..."]]:
+    _check_numbers(params, "get_scales", "params")
+    return scales.get_scales(params)
+
+
+@functools.wraps(scales.get_amaxes)
+def get_amaxes(grads: PyTree) -> dict[str, Float[Array, "..."]]:
+    _check_numbers(grads, "get_amaxes", "grads")
+    return scales.get_amaxes(grads)
+
+
+def _check_numbers(tree: PyTree, reader: str, of: str) -> None:
+    for path, x in tree_paths.leaves_by_path(tree).items():
+        if isinstance(x, jax.ShapeDtypeStruct) and scale_leaves.is_scale(path):
+            raise TypeError(
+                f"{reader} reads numbers; got a shape and a dtype without numbers (a jax.ShapeDtypeStruct, as "
+                f"jax.eval_shape returns) at {path}. Pass {of} that were computed; for names, shapes and dtypes call "
+                f"jax.eval_shape(jaxmp.fp8.{reader}, {of})."
+            )
 
 
 def check(recipe: scales.Recipe, params: PyTree, state: Any = None) -> None:

@@ -2,9 +2,9 @@
 
 A jaxpr keeps nothing of modules, except for the name stack of each equation: named scopes, wrapped by transformations
 (`jvp(vmap(Net))/Dense_0`). Flax writes the names of its modules there, but the root has the name of its class, and
-methods other than `__call__` add their own names. So while `taps` traces a function, each call of a module writes a
-marker with the path of its params, `jaxmp.module(Block_0/Dense_1)`. A marker replaces everything to the left of it; a
-named scope to the right of it is a part of the module; the root's path is "".
+methods other than `__call__` add their own names. So while `taps` traces a function, or autocast chooses operations of
+one, each call of a module writes a marker with the path of its params, `jaxmp.module(Block_0/Dense_1)`. A marker
+replaces everything to the left of it; a named scope to the right of it is a part of the module; the root's path is "".
 """
 
 import contextlib
@@ -47,6 +47,11 @@ def join(outer: str, inner: str) -> str:
 def without_regions(stack: str) -> str:
     """A name stack without the scopes of regions."""
     return _FP8_REGIONS.sub("", REGIONS.sub("", stack))
+
+
+def without_markers(stack: str) -> str:
+    """A name stack without the markers of modules."""
+    return _MARKER.sub("", stack)
 
 
 def fp8_region(enabled: bool) -> contextlib.AbstractContextManager[Any]:
