@@ -434,7 +434,7 @@ def test_what_cannot_be_autocast() -> None:
         cast_lists.make_lists(jnp.bfloat16).inside("allow"),
         cast_lists.make_lists(jnp.bfloat16).inside("force_fp32"),
         cast_lists.make_lists(jnp.float16, modules={"a/(b)+c:d;e=f!%": jnp.float32, "Block_[0-9]/*": jnp.bfloat16}),
-        cast_lists.make_lists(jnp.float16)._replace(float32_products=True),
+        cast_lists.make_lists(jnp.float16)._replace(float32_products="all"),
     ],
     ids=["off", "usual", "moved", "inside allow", "inside force_fp32", "modules", "float32 products"],
 )

@@ -17,10 +17,10 @@ from jax import lax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmp._src.autocast import dtype_readers
+from jaxmp._src.autocast import dtype_readers, value_uses
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.plan_runner import PlanRunner, cast
-from jaxmp._src.autocast.planner import Plan, Planner, Step, Value, value_of_array
+from jaxmp._src.autocast.planner import FLOAT32, WEIGHTS, Plan, Planner, Step, Value, value_of_array
 from jaxmp._src.programs import array_functions, jaxprs
 
 _FEW = 8  # equations: a call of so few is written out, which is cheaper than a trace of its own
@@ -236,6 +236,8 @@ def _custom_vjp(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any
     def function(*values: Any) -> Any:
         return tuple(_cast_all(runner.run(plan, consts, (*closed, *values)), step.results))
 
+    # Weights that come in float32 get gradients in it: their products return it.
+    summed = {i for i in floats if plan.inputs[i].made_of == WEIGHTS and operands[i].dtype == FLOAT32}
     has_symbolic_zeros = _has_symbolic_zeros(eqn)
     pulled_back = _linearized if has_symbolic_zeros else _with_pull_back
 
@@ -269,10 +271,11 @@ def _custom_vjp(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any
 
         given = [cotangents[float_outputs[k]] for k in nonzero]
         traced = [eqn.outvars[float_outputs[k]].aval.dtype for k in nonzero]
-        moving, _ = _rerun(runner, step, as_traced, (residuals.arrays, given), (dtypes, traced))
+        sums = tuple(i in summed for i in places)
+        moving, _ = _rerun(runner, step, as_traced, (residuals.arrays, given), (dtypes, traced), sums)
         grads: list[Any] = [None] * len(eqn.invars)
         for i, grad in zip(places, moving, strict=True):
-            grads[i] = cast(grad, step.operands[i])
+            grads[i] = cast(grad, operands[i].dtype)
         return tuple(grads[len(closed) :])
 
     function.defvjp(forward, backward, symbolic_zeros=has_symbolic_zeros)
@@ -312,11 +315,14 @@ def _of_floats(eqn: Any, values: Any, floats: list[int]) -> Any:
     return function
 
 
-def _rerun(runner: PlanRunner, step: Step, rule: Any, arguments: Any, dtypes: Any) -> tuple[Any, Any]:
+def _rerun(
+    runner: PlanRunner, step: Step, rule: Any, arguments: Any, dtypes: Any, sums: tuple[bool, ...] = ()
+) -> tuple[Any, Any]:
     """Runs a derivative rule that was written for other dtypes, by a plan for the dtypes that arrive.
 
     `rule` is a function of lists of arrays, `arguments` are these lists, `dtypes` the dtypes it was written for.
-    Returns the results, and the shapes and dtypes that the rule as written would return.
+    `sums` says which results are gradients that devices sum in float32. Returns the results, and the shapes and dtypes
+    that the rule as written would return.
     """
     leaves, treedef = jax.tree.flatten(tuple(map(list, arguments)))
     avals = [
@@ -330,7 +336,11 @@ def _rerun(runner: PlanRunner, step: Step, rule: Any, arguments: Any, dtypes: An
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*avals)
     jaxpr, consts = jaxprs.open_jaxpr(closed)
     lists = step.lists._replace(narrow=frozenset())  # these were chosen for another function
-    plan = runner.planner.plan((jaxpr, consts), tuple(map(value_of_array, leaves)), lists)
+    uses = None
+    if any(sums):
+        lists = lists._replace(float32_products="read")
+        uses = value_uses.find_uses(jaxpr, lists, sums)
+    plan = runner.planner.plan((jaxpr, consts), tuple(map(value_of_array, leaves)), lists, uses)
     return jax.tree.unflatten(jax.tree.structure(shapes), runner.run(plan, consts, leaves)), shapes
 
 

@@ -129,8 +129,8 @@ class CastLists(NamedTuple):
       because: with `dtype` None, why, for people to read.
       chooser: says which matmuls of a function run narrower than `dtype` (`narrow_matmuls`); None: none.
       narrow: what it said of the matmuls of one function: (place, product or reason) each.
-      float32_products: whether products of 16-bit operands return float32, as the code asks for it
-        (`float32_products`).
+      float32_products: which products of 16-bit operands return float32: "all", as the code asks for it
+        (`float32_products`); "read", those whose results float32 operations alone read; "": none.
     """
 
     dtype: np.dtype | None
@@ -143,7 +143,7 @@ class CastLists(NamedTuple):
     because: str = ""
     chooser: Any = None
     narrow: frozenset[tuple[tuple[int, ...], Any]] = frozenset()
-    float32_products: bool = False
+    float32_products: str = ""
 
     def within(self, i: int) -> "CastLists":
         """The lists in equation `i` of a function, and in function `i` of an equation."""
@@ -224,7 +224,7 @@ def returns_float32(eqn: Any, lists: "CastLists") -> bool:
     given = {v.aval.dtype for v in eqn.invars if v.aval.dtype in FLOATS}
     preferred = eqn.params.get("preferred_element_type")
     asks = preferred is not None and np.dtype(preferred) == np.float32 and np.dtype(np.float32) not in given
-    return asks or lists.float32_products
+    return asks or lists.float32_products == "all"
 
 
 def takes_scalars(eqn: Any) -> bool:

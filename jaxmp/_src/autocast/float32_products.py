@@ -53,9 +53,9 @@ _OPERANDS = 3  # arguments that come before `preferred_element_type` at least, w
 
 
 def _region(lists: CastLists, preferred: Any) -> contextlib.AbstractContextManager[None]:
-    if lists.float32_products or not asks(preferred):
+    if lists.float32_products == "all" or not asks(preferred):
         return contextlib.nullcontext()
-    return regions.region(lists._replace(float32_products=True))
+    return regions.region(lists._replace(float32_products="all"))
 
 
 def asks(preferred: Any) -> bool:

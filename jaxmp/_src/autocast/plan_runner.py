@@ -181,6 +181,8 @@ def _enters_wide(step: Step, i: int, value: Value) -> bool:
         return i < jaxprs.scan_counts(step.eqn)[0]
     # Remat keeps what enters: a weight that is stored in 16 bits stays so.
     is_cast = step.operands[i] != FLOAT32
+    if name == "custom_vjp_call":
+        return is_cast
     return is_cast and (name in jaxprs.JITS or (name in jaxprs.REMATS and value.dtype == FLOAT32))
 
 

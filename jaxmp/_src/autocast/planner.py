@@ -207,7 +207,8 @@ class Planner:
             group = "widest" if jnp.finfo(lists.dtype).maxexp == jnp.finfo(FLOAT32).maxexp else group
         if group in ("allow", "widest") and _is_as_written(eqn):
             return written(eqn, lists)
-        if cast_lists.returns_float32(eqn, lists):
+        is_read = lists.float32_products == "read" and group == "allow" and i in uses.wide
+        if is_read or cast_lists.returns_float32(eqn, lists):
             if group == "allow" and not any(v.product for v in operands):
                 return _product(eqn, operands, lists)
             group = "force_fp32"  # a product that sums nothing, or the second of an einsum of three operands

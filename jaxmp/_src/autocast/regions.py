@@ -73,8 +73,8 @@ def scope_of(eqn: Any) -> str:
 def to_text(lists: CastLists) -> str:
     """Lists as text without spaces, slashes and parentheses: the dtype, and where they differ from the usual ones.
 
-    `bfloat16`, `off`, `float16;allow=exp+!dot_general;modules=head:off+Block_%2A:bfloat16;products=float32`; `!` for
-    names that are missing from a list.
+    `bfloat16`, `off`, `float16;allow=exp+!dot_general;modules=head:off+Block_%2A:bfloat16;products=all`; `!` for names
+    that are missing from a list.
     """
     fields = [_dtype_to_text(lists.dtype)]
     for group in _GROUPS:
@@ -84,7 +84,7 @@ def to_text(lists: CastLists) -> str:
     found = [f"{_quote(pattern)}:{_dtype_to_text(dtype)}" for pattern, dtype in lists.modules.values.items()]
     fields += [f"modules={'+'.join(found)}"] if found else []
     fields += [f"because={_quote(lists.because)}"] if lists.because else []
-    fields += ["products=float32"] if lists.float32_products else []
+    fields += [f"products={lists.float32_products}"] if lists.float32_products else []
     return ";".join(fields)
 
 
@@ -102,7 +102,7 @@ def from_text(text: str) -> CastLists:
         elif group == "because":
             found[group] = urllib.parse.unquote(names)
         elif group == "products":
-            found["float32_products"] = True
+            found["float32_products"] = names
         else:
             missing = {urllib.parse.unquote(name[1:]) for name in names.split("+") if name.startswith("!")}
             added = {urllib.parse.unquote(name) for name in names.split("+") if not name.startswith("!")}

@@ -102,7 +102,7 @@ def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> U
             continue
         can_be_wide = name in cast_lists.FUSIBLE | cast_lists.PARTS or cast_lists.sums_nothing(eqn)
         fused = group == "widest" and is_wide and can_be_wide
-        if fused:
+        if fused or (is_wide and group == "allow"):
             wide_equations.add(i)
         as_low = group == "allow" or (is_low and name in cast_lists.BEFORE_CAST)
         as_low = as_low or (
