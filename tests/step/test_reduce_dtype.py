@@ -130,7 +130,8 @@ def _forward(x, w, b):
 
 def _backward(kept, g):
     x, w = kept
-    return g @ w, 0.5 * jnp.einsum("ri,rj->ij", g, x), jnp.sum(g, axis=0)
+    weight = jnp.einsum("ri,rj->ij", g, x)
+    return g @ w, 0.5 * (weight + wide(jnp.zeros(WIDTH), weight)), jnp.sum(g, axis=0)  # a sum like that of a bias
 
 
 _with_own_rule.defvjp(_forward, _backward)

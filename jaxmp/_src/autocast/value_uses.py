@@ -96,13 +96,16 @@ def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> U
             for atom, as_low, as_wide in _uses_of_operands(eqn, functions, inner[i]):
                 use(atom, as_low, as_wide)
             continue
+        if is_wide and here.float32_products == "read":
+            biased -= {i}  # its matmul returns float32
         group = "allow" if i in biased else cast_lists.group_of(eqn, here)
         if cast_lists.is_no_cast(eqn) or cast_lists.is_widening(eqn):
             use(eqn.invars[0], is_low, is_wide)
             continue
         can_be_wide = name in cast_lists.FUSIBLE | cast_lists.PARTS or cast_lists.sums_nothing(eqn)
         fused = group == "widest" and is_wide and can_be_wide
-        if fused or (is_wide and group == "allow"):
+        is_product = group == "allow" and i not in biased
+        if fused or (is_wide and is_product):
             wide_equations.add(i)
         as_low = group == "allow" or (is_low and name in cast_lists.BEFORE_CAST)
         as_low = as_low or (
