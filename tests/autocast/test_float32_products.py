@@ -93,7 +93,7 @@ def run(kind, attention, dtype):
         model.qkv.kernel.set_value(weights)
         optimizer = jaxmp.nnx.Optimizer(model, tx)
         grad_fn = jaxmp.nnx.value_and_grad(lambda model: loss_of(model(X)), policy=policy)
-        loss, grads = grad_fn(model, opt_state=optimizer)
+        loss, grads = nnx.jit(lambda model, state: grad_fn(model, opt_state=state))(model, optimizer)
         grad = jaxmp.unscale(grads, optimizer)["qkv"]["kernel"].get_value()
         return loss, grad
     if kind == "linen":
