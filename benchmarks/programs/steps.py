@@ -6,7 +6,7 @@ squares that come out. Attention is cuDNN's flash attention. The optimizer clips
 `by hand` is what a user writes in bfloat16: `dtype=` in every layer, bfloat16 params, float32 masters, no check of the
 gradients. The others name the precision once (`jaxmp.linen.TrainState`, `jaxmp.nnx.Optimizer`), and the model says no
 dtype. In fp8 all matmuls with weights are in fp8, also those of the first and the last layer: the stack is the middle
-of a model. The policy "fp8" has float32 params.
+of a model. The policy "fp8" has float32 params; with "fp8 weights" the optimizer writes the kernels in fp8.
 """
 
 import contextlib
@@ -27,13 +27,15 @@ from benchmarks.programs.recipes import LEARNING_RATE, MAX_NORM
 
 HEAD = 128  # of attention
 BY_HAND = "bf16 by hand"
+FP8_WEIGHTS = "fp8 delayed, fp8 weights"
 RECIPES = {
     "fp8 delayed": jaxmp.fp8.DelayedScaling(),
     "fp8 current": jaxmp.fp8.CurrentScaling(),
     "fp8 block": jaxmp.fp8.BlockScaling(),
     "fp8 rowwise": jaxmp.fp8.RowwiseScaling(),
+    FP8_WEIGHTS: jaxmp.fp8.DelayedScaling(),
 }
-PRECISIONS = (BY_HAND, "bf16", "fp8 delayed", "fp16", "fp8 current", "fp8 block", "fp8 rowwise")
+PRECISIONS = (BY_HAND, "bf16", "fp8 delayed", "fp16", "fp8 current", "fp8 block", "fp8 rowwise", FP8_WEIGHTS)
 FRAMEWORKS = ("linen", "nnx")
 OPTIMIZER = "optimizer"  # the scope of its operations
 
@@ -255,7 +257,9 @@ def zeros(step: Step) -> Array:
 def policy_of(precision: str) -> jaxmp.Policy:
     """The policy of a precision of jaxmp."""
     policy = jaxmp.get_policy(precision.split()[0])
-    return dataclasses.replace(policy, recipe=RECIPES[precision]) if precision in RECIPES else policy
+    if precision not in RECIPES:
+        return policy
+    return dataclasses.replace(policy, recipe=RECIPES[precision], fp8_weights=precision == FP8_WEIGHTS)
 
 
 def optimizer_of() -> optax.GradientTransformation:

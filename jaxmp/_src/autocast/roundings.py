@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend import core
 
 from jaxmp._src.autocast.cast_lists import FLOATS
+from jaxmp._src.base import vmap_rules
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import jaxprs
 
@@ -42,6 +43,8 @@ def find(jaxpr: Any, steps: list[Any]) -> tuple[tuple[frozenset[str], ...], froz
 
 def _readers_of_operand(step: Any, i: int, readers: dict[Any, frozenset[str]]) -> frozenset[str]:
     eqn, dtype = step.eqn, step.operands[i]
+    if vmap_rules.is_unread(eqn, i):
+        return frozenset()
     if dtype == jnp.float32:
         return frozenset({_WIDE})
     if step.how == "same":

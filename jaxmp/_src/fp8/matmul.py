@@ -28,7 +28,7 @@ from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import (
     block_matmul,
-    norms,
+    made as made_lib,
     operands,
     padding,
     products,
@@ -140,7 +140,7 @@ def dot_general(
     made = None
     if scales is not None and not own_amax:
         scales = scales._replace(lhs=shared_scales.leaf_for(scales.lhs, (recipe, activation), lhs))
-        made = norms.made_by_norm(lhs, lhs_contract) if activation is None and not lhs_batch else None
+        made = made_lib.found(lhs, lhs_contract) if activation is None and not lhs_batch else None
     axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # both gradients vary over all of them
     lhs, rhs = compat.as_varying(lhs, axes), compat.as_varying(rhs, axes)
     contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
@@ -153,7 +153,7 @@ def dot_general(
         bias = lax.stop_gradient(given[-1])
     if made is not None:
         arrays, treedef = jax.tree.flatten(made)
-        product = product._replace(made=treedef)
+        product = product._replace(made=treedef, unread=len(arrays) if made.of_products else 0)
         given += [compat.as_varying(x, axes) for x in arrays]
     out = product.call(*given).astype(out_dtype)
     return out if bias is None else plus(out, bias)
@@ -190,7 +190,7 @@ def check_scales(recipe: Any, scales: Scales | None) -> None:
 class _Product(NamedTuple):
     """The static part of a product in fp8, as a function of (lhs, rhs, scale leaves or a seed, if any, a bias, if any).
 
-    The bias is not added; but its gradient is what it would be. The arrays of a `norms.Made` of lhs come last.
+    The bias is not added; but its gradient is what it would be. The arrays of a `made.Made` of lhs come last.
     """
 
     recipe: Any
@@ -201,6 +201,7 @@ class _Product(NamedTuple):
     activation: str | None
     by_own_amax: bool
     made: Any = None  # the structure of this `Made`
+    unread: int = 0  # how many of its arrays are results of matmuls; see `vmap_rules.call`
     members: tuple[tuple[bool, ...], ...] = ()  # for each vmap around, the outermost last: the arguments with its axis
 
     def call(self, *args: Array) -> Array:
@@ -211,7 +212,7 @@ class _Product(NamedTuple):
         """The rule for vmap: a batch of lhs alone becomes rows of lhs."""
         if self.made is not None:  # lhs is cast as it is
             n = len(args) - self.made.num_leaves
-            return self._replace(made=None).vmapped(size, args[:n], batched[:n])
+            return self._replace(made=None, unread=0).vmapped(size, args[:n], batched[:n])
         lhs, *others = args
         if any(batched[1:]) or self.out_sharding is not None:
             return self._replace(members=(*self.members, tuple(batched))).call(*args), 0

@@ -10,7 +10,7 @@ A layer gets y as an ordinary array. So a norm tells of its inputs, for this ver
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -44,13 +44,14 @@ class Made:
     centers: bool = dataclasses.field(metadata={"static": True})
     fast_variance: bool = dataclasses.field(metadata={"static": True})
 
-    @property
-    def norm(self) -> Norm:
-        """What the kernel computes."""
-        return Norm(self.centers, self.weight is not None, self.bias is not None)
+    of_products: ClassVar[bool] = False
+
+    def plan(self, dtype: Any, rounded: Any, rows: int) -> passes.Pass:
+        """See `made.Made`."""
+        return Norm(self.centers, self.weight is not None, self.bias is not None).plan(dtype, rounded, rows)
 
     def arguments(self) -> list[Array]:
-        """The arguments of `norm`. The statistics are flax's expressions, which XLA computes once."""
+        """See `made.Made`. The statistics are flax's expressions, which XLA computes once."""
         wide = self.x.astype(jnp.float32)
         mean = jnp.mean(wide, axis=-1) if self.centers else None
         if mean is None:

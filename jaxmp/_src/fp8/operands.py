@@ -5,9 +5,9 @@ Elsewhere, for other shapes, on meshes with explicit axes and under vmap, XLA ca
 same. The kernel always writes both forms, so jaxmp uses it only in the forward pass of a differentiated function:
 without a gradient, no GEMM reads the transposed form.
 
-With an activation f, the kernel casts f(x) from float32, and f(x) is never written to memory. The result of a norm is
-cast from the norm's input (`norms`). The gradient of a bias is the sum over the rows of a tensor that is cast: the same
-kernel computes it.
+With an activation f, the kernel casts f(x) from float32, and f(x) is never written to memory. The result of a norm or
+of an activation in the model is cast from what it was made of (`made`). The gradient of a bias is the sum over the rows
+of a tensor that is cast: the same kernel computes it.
 """
 
 import functools
@@ -24,7 +24,7 @@ from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import gemms, padding, remat, scale_equations, scale_leaves, stored_kernels
 from jaxmp._src.fp8.gemms import Gemm, Quantized
-from jaxmp._src.fp8.norms import Made
+from jaxmp._src.fp8.made import Made
 from jaxmp._src.fp8.padding import Zeros
 from jaxmp._src.fp8.scheme import Cast
 from jaxmp._src.numerics import casting, float_bits, quantize as quantize_lib
@@ -58,7 +58,7 @@ def quantize(
 
     With `rows`, the number of axes that are rows, it is also written transposed if a kernel can do that. `zeros` are
     added to `x` (each activation of 0 is 0); then no kernel runs, which would read `x` from memory once more. With
-    `made`, if a norm made `x`, a kernel reads the norm's input in its place.
+    `made`, a kernel reads what `x` was made of in its place.
     """
     quantized, amax, _ = quantize_and_sum(
         gemm, x, leaf, dtype, rows=rows, activation=activation, zeros=zeros, made=made
@@ -96,7 +96,7 @@ def quantize_and_sum(
                 plan = _plan(dtype, rows, activation, in_kernel)
                 found = _both_ways(plan, activation)(padded, scale)
             else:
-                found = _both_ways(made.norm.plan(dtype, x.dtype, rows), None)(x, *made.arguments(), scale)
+                found = _both_ways(made.plan(dtype, x.dtype, rows), None)(x, *made.arguments(), scale)
             values, transposed, observed = found[:3]
             sums = found[3] if in_kernel else None
         if summed is not None and not in_kernel:
@@ -204,7 +204,7 @@ def _plan(dtype: Any, rows: int, activation: str | None, sums: bool = False) -> 
 def _both_ways(plan: passes.Pass, activation: str | None) -> Callable[..., Any]:
     """(x, scale) -> (q, q transposed, amax, perhaps the sums over rows), by the kernel of `plan` if it can.
 
-    The arguments of a norm's plan lie between x and the scale: the kernel reads these, and all else reads x.
+    What `x` was made of lies between x and the scale: the kernel reads it, and all else reads x.
     """
 
     def by_xla(x: Array, *others: Array) -> list[Array]:
@@ -215,7 +215,7 @@ def _both_ways(plan: passes.Pass, activation: str | None) -> Callable[..., Any]:
 
     @jax.custom_batching.custom_vmap
     def both(x: Array, *others: Array) -> list[Array]:
-        if plan.of_rows:
+        if len(others) > 1:
             return passes.run_or(plan, by_xla, others, unread=(x,))
         return passes.run_or(plan, by_xla, (x, *others))
 

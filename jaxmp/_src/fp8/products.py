@@ -19,7 +19,7 @@ from jaxtyping import Array
 from jaxmp._src.fp8 import gemms, operands
 from jaxmp._src.fp8.first_derivatives import by_rule
 from jaxmp._src.fp8.gemms import Gemm
-from jaxmp._src.fp8.norms import Made
+from jaxmp._src.fp8.made import Made
 from jaxmp._src.fp8.scale_leaves import Scales
 
 
@@ -40,7 +40,7 @@ def matmul(
       lhs, rhs: the operands, in their own dtypes.
       scales: the leaves of a recipe with state.
       bias: is not added, but its gradient is that of a bias of the last axes of the result.
-      made: how a norm made lhs, if it did.
+      made: how a norm or an activation made lhs, if one did.
       seed: uint32[2], for a recipe that rounds gradients at random.
     """
     return by_rule(_Matmul(gemm), (lhs, rhs), (scales, bias, made, seed))

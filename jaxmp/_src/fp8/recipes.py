@@ -37,7 +37,7 @@ from jaxtyping import Array, Float
 from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import gemms, operands, scale_equations, scale_leaves
 from jaxmp._src.fp8.gemms import Gemm
-from jaxmp._src.fp8.norms import Made
+from jaxmp._src.fp8.made import Made
 from jaxmp._src.fp8.scale_equations import Format
 from jaxmp._src.fp8.scheme import Cast, Guide, Recipe, Role
 from jaxmp._src.numerics import float_bits

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from jaxtyping import Array
 
 from jaxmp._src.fp8.gemms import Gemm, Product
-from jaxmp._src.fp8.norms import Made
+from jaxmp._src.fp8.made import Made
 
 Role = Literal["lhs", "rhs", "grad"]
 
@@ -119,7 +119,7 @@ class Recipe:
           x: the tensor in its own dtype.
           products: the names of one or both products that read it.
           leaf: its scale leaf; None without state.
-          made: how a norm made lhs, if it did.
+          made: how a norm or an activation made lhs, if one did.
           seed: uint32[2] for the gradient of a recipe that rounds at random.
         """
         raise NotImplementedError

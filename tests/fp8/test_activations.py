@@ -1,0 +1,213 @@
+"""An activation before an fp8 layer is computed in the pass that casts its result, by a kernel; the numbers stay."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxmp
+from helpers import assert_close, assert_same_program
+from jaxmp._src.base import ambient
+from jaxmp._src.fp8 import activations
+from pallas_kernels import backend as backends, passes
+
+HAS_KERNELS = backends.why_no_kernels() is None
+needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason=str(backends.why_no_kernels()))
+POLICY = jaxmp.get_policy("fp8")
+SIDE = 64
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 32, SIDE)), jnp.bfloat16)
+GELU, SILU, EXACT = nn.gelu, nn.silu, lambda a: nn.gelu(a, approximate=False)
+
+
+def vector(ndim):
+    return jnp.linspace(1.0, 2.0, SIDE).reshape((1,) * (ndim - 1) + (SIDE,))
+
+
+FUNCTIONS = {  # of (a, b); the tensors that a kernel reads, None: it reads the result
+    "gelu": (lambda a, b: GELU(a), 1),
+    "swiglu": (lambda a, b: SILU(a) * b, 2),
+    "geglu": (lambda a, b: GELU(a) * b, 2),
+    "relu squared": (lambda a, b: nn.relu(a) ** 2, 1),
+    "relu6": (lambda a, b: nn.relu6(a), 1),
+    "sigmoid": (lambda a, b: nn.sigmoid(a), 1),
+    "tanh": (lambda a, b: jnp.tanh(b) - 2 * a / 3, 2),
+    "one tensor twice": (lambda a, b: a * jnp.exp(-a), 1),
+    "scaled by a vector": (lambda a, b: GELU(a) * vector(a.ndim), 1),
+    "exact gelu": (lambda a, b: EXACT(a), None),  # Mosaic has no erf
+    "a sum": (lambda a, b: a + b, None),  # it is read for other reasons, too
+    "a choice": (lambda a, b: jnp.where(a > 0, a, b), None),
+    "softmax": (lambda a, b: nn.softmax(a), None),
+    "float16 between": (lambda a, b: GELU(a).astype(jnp.float16).astype(a.dtype), None),
+    "three tensors": (lambda a, b: SILU(a) * b * (a @ jnp.ones((SIDE, SIDE))), None),
+    "no product": (lambda a, b: GELU(jnp.cumsum(a, axis=-1)), None),
+    "turned": (lambda a, b: GELU(jnp.swapaxes(a, 0, 1)).reshape(a.shape), None),
+}
+
+
+class Mlp(nn.Module):
+    """Two products, an activation of them, and a product of it."""
+
+    function: object
+    use_bias: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        a, b = (nn.Dense(SIDE, use_bias=self.use_bias, name=name)(x) for name in "ab")
+        return x + nn.Dense(SIDE, name="down")(self.function(a, b))
+
+
+class InNnx(nnx.Module):
+    """The same in nnx."""
+
+    def __init__(self, function):
+        self.function, rngs = function, nnx.Rngs(0)
+        self.a, self.b, self.down = (nnx.Linear(SIDE, SIDE, rngs=rngs) for _ in range(3))
+
+    def __call__(self, x):
+        return x + self.down(self.function(self.a(x), self.b(x)))
+
+
+def everywhere(path, layer):
+    return True
+
+
+def trained(model):
+    """(loss and gradients as a function of a state and x, the state)."""
+
+    def apply(params, x):
+        with jaxmp.fp8.autocast(POLICY.recipe, filter=everywhere):
+            return model.apply({"params": params}, x)
+
+    with jaxmp.fp8.autocast(POLICY.recipe, filter=everywhere):
+        params = model.init(jax.random.key(0), X)["params"]
+    state = jaxmp.linen.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), policy=POLICY)
+
+    def run(state, x):
+        loss = lambda params, x: jnp.sum(apply(params, x).astype(jnp.float32) ** 2)  # noqa: E731
+        return jaxmp.value_and_grad(loss, (0, 1))(state.params, x, opt_state=state)
+
+    return run, state
+
+
+def kernels(f, *args):
+    """What kernels of activations read in a program for an NVIDIA GPU: a list of types for each launch."""
+    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "@mosaic_gpu" in line and "activation_cast_transpose" in line]
+    return [re.findall(r"tensor<(\w+)>", line.rsplit(" : ", 1)[1].split("->")[0]) for line in calls]
+
+
+def made_of(function, dtype=jnp.float32):
+    """(how `function` of two products made its result; the function of a kernel, as jax computes it)."""
+    found = []
+
+    def trace(x, w, bias):
+        with ambient.noting():
+            h = function(x @ w + bias[None], x @ (2 * w))
+            found.append(activations.made_by_activation(h, (1,)))
+            made = found[-1]
+            vectors = [] if made is None else [v[None] for v in made.vectors]
+            return h, made and made.function(*made.tensors, *vectors).astype(h.dtype)
+
+    rng = np.random.default_rng(1)
+    args = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((SIDE, SIDE), (SIDE, SIDE), (SIDE,)))
+    return *jax.jit(trace)(*args), found[0]
+
+
+@pytest.mark.thorough(6)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_which_functions_are_found(name):
+    """The function that is found computes the same numbers; also of the matmuls and biases alone."""
+    function, tensors = FUNCTIONS[name]
+    expected, got, made = made_of(function)
+    assert (None if made is None else len(made.tensors)) == tensors
+    if made is not None:
+        assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.thorough(2)
+@needs_kernels
+@pytest.mark.parametrize("name", [name for name, (_, tensors) in FUNCTIONS.items() if tensors])
+def test_a_kernel_reads_the_products(name):
+    """They are as the matmul wrote them, in bfloat16, and the biases in float32."""
+    function, tensors = FUNCTIONS[name]
+    for use_bias in (True, False):
+        (found,) = kernels(*trained(Mlp(function, use_bias)), X)
+        assert found[:tensors] == ["64x64xbf16"] * tensors
+        assert ("64xf32" in found) == (use_bias or name == "scaled by a vector")
+
+
+VMAPPED = nn.vmap(Mlp, variable_axes={"params": None}, split_rngs={"params": False})
+
+
+@pytest.mark.thorough(1)
+@needs_kernels
+@pytest.mark.parametrize(("cls", "count"), [(nn.remat(Mlp), 2), (VMAPPED, 0)])
+def test_under_transformations(cls, count):
+    """A block under remat runs twice; under vmap the layer casts the result."""
+    assert len(kernels(*trained(cls(FUNCTIONS["gelu"][0])), X)) == count
+
+
+@needs_kernels
+def test_in_nnx():
+    model = InNnx(FUNCTIONS["swiglu"][0])
+    jaxmp.nnx.to_fp8(model, POLICY.recipe, filter=everywhere)
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), policy=POLICY)
+    graph, state = nnx.split((model, optimizer))
+
+    def run(state, x):
+        model, optimizer = nnx.merge(graph, state)
+        loss = lambda model, x: jnp.sum(model(x).astype(jnp.float32) ** 2)  # noqa: E731
+        return jaxmp.nnx.value_and_grad(loss)(model, x, opt_state=optimizer)
+
+    (found,) = kernels(run, state, X)
+    assert found[:2] == ["64x64xbf16"] * 2
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("name", ["swiglu", "gelu", "relu squared"])
+def test_without_kernels_the_program_is_that_of_before(name, monkeypatch):
+    """XLA drops what only a kernel reads, and autocast rounds nothing for it."""
+    run, state = trained(Mlp(FUNCTIONS[name][0]))
+    got = jax.jit(run)(state, X)
+    monkeypatch.setattr(activations, "made_by_activation", lambda *args: None)
+    jax.clear_caches()
+    assert_same_program(got, jax.jit(lambda *args: run(*args))(state, X))
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Where a kernel can run on a GPU, it is interpreted."""
+    run_or = passes.run_or
+
+    def on_this_device(plan, instead, args, **more):
+        return run_or(plan, instead, args, "xla" if passes.why_not(plan, args) else "interpret", **more)
+
+    def switch():
+        monkeypatch.setattr(passes, "run_or", on_this_device)
+        jax.clear_caches()
+
+    yield switch
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["swiglu", pytest.param("gelu", marks=pytest.mark.thorough(0))])
+def test_the_numbers_are_those_of_the_activation_and_its_cast(name, interpreted):
+    """The kernel computes in float32 what autocast computes in bfloat16 in part: roundings to fp8 differ by one."""
+    run, state = trained(Mlp(FUNCTIONS[name][0]))
+    expected = jax.jit(run)(state, X)
+    interpreted()
+    assert "activation_cast_transpose_amax" in str(jax.make_jaxpr(lambda *args: run(*args))(state, X))
+    got = jax.jit(lambda *args: run(*args))(state, X)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        if np.ndim(a):
+            assert np.linalg.norm(a - b) <= 0.05 * np.linalg.norm(b)
+        else:  # an amax, or the loss
+            np.testing.assert_allclose(a, b, rtol=2**-6)
