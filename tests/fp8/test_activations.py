@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from helpers import assert_close, assert_same_program
@@ -211,3 +212,18 @@ def test_the_numbers_are_those_of_the_activation_and_its_cast(name, interpreted)
             assert np.linalg.norm(a - b) <= 0.05 * np.linalg.norm(b)
         else:  # an amax, or the loss
             np.testing.assert_allclose(a, b, rtol=2**-6)
+
+
+@pytest.mark.thorough(1)
+@needs_kernels
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_shard_map(check_vma):
+    """Each device's kernel reads its own rows; the loss is that of its part."""
+    run, state = trained(Mlp(FUNCTIONS["swiglu"][0]))
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": check_vma}
+    split = jax.shard_map(lambda state, x: run(state, x)[0][None], mesh=mesh, **specs)
+    both = jnp.concatenate([X, X])
+    assert len(kernels(split, state, both)) == 1
+    (found,) = kernels(lambda state, x: run(state, x)[0], state, both)
+    assert found[:2] == ["128x64xbf16"] * 2
