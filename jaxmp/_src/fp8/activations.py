@@ -4,8 +4,7 @@
 
 An fp8 layer casts its input h. In a program that is traced, the equations say how h was made: an elementwise function
 of one or two results of matmuls, which are in memory anyway, and of their biases. A kernel computes the cast from
-these. It computes f in
-float32 and rounds to the dtype of h before the cast. The derivative is still that of h.
+these. It computes f in float32 and rounds to the dtype of h before the cast. The derivative is still that of h.
 
 Without the kernel XLA writes h, and for some functions a part of f for the derivative, and the cast reads h again. An
 eager function and one that jax differentiates while it traces have no equations; there the layer casts h itself.
@@ -18,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 from jaxtyping import Array
 
@@ -232,7 +232,7 @@ class _Search:
 
 
 def _number(constant: Any) -> float:
-    if np.ndim(constant) or not jnp.issubdtype(jnp.result_type(constant), jnp.floating):
+    if isinstance(constant, Tracer) or np.ndim(constant) or not jnp.issubdtype(jnp.result_type(constant), jnp.floating):
         raise _NotFound
     return float(constant)
 
