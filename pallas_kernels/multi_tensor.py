@@ -44,9 +44,18 @@ MOST = 128  # leaves per launch
 
 
 def reference(
-    f: Function, leaves: Sequence[Leaf], scalars: Sequence[Any], *, n_sums: int = 0, when: Bool[Array, ""] | None = None
+    f: Function,
+    leaves: Sequence[Leaf],
+    scalars: Sequence[Any],
+    *,
+    n_sums: int = 0,
+    when: Bool[Array, ""] | None = None,
+    only_groups: bool = False,
 ) -> Result:
-    """`f` on each whole leaf, in jax.numpy: the oracle of the kernel's tests, and the code for other devices."""
+    """`f` on each whole leaf, in jax.numpy: the oracle of the kernel's tests, and the code for other devices.
+
+    Arguments as for `apply`; with `only_groups`, leaves without groups move whatever `when` is.
+    """
     # The barrier makes XLA compute the scalars once. They depend on all leaves, and without it XLA would compute them
     # again in the kernel of each leaf.
     shared: tuple[Array, ...] = tuple(jnp.asarray(s, jnp.float32) for s in scalars)
@@ -58,7 +67,8 @@ def reference(
     sums = [jnp.zeros((), jnp.float32)] * n_sums
     for leaf, own in zip(leaves, arrays, strict=True):
         numbers = tuple(jnp.float32(c) for c in leaf.numbers)
-        new, parts = of_leaf(f, leaf.kind, leaf.group, leaf.outs, own, numbers, shared, when)
+        flag = None if only_groups and leaf.group == 1 else when
+        new, parts = of_leaf(f, leaf.kind, leaf.group, leaf.outs, own, numbers, shared, flag)
         found.append(new)
         sums = [total + part for total, part in zip(sums, [*parts, *[0.0] * n_sums], strict=False)]
     return Result(found, tuple(sums))

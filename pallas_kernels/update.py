@@ -237,7 +237,8 @@ def multi_tensor_update(
         def move(old: Any, sums: Any) -> Any:
             def found(old: Any) -> Any:
                 given = [leaf._replace(states=st, writes=w) for leaf, (st, w) in zip(whole, old, strict=True)]
-                return multi_tensor.reference(f, given, scalars, n_sums=n_sums)
+                # XLA for TPU writes what the view of groups returns, and would read it again to choose.
+                return multi_tensor.reference(f, given, scalars, n_sums=n_sums, when=taken, only_groups=True)
 
             if n_sums:  # sums of masters before the step: XLA for CPU must be told to count first, or it copies them
                 both = found(old).sums, old
@@ -247,7 +248,7 @@ def multi_tensor_update(
 
         def choose(taken: Any, new: Any, old: Any) -> Any:
             leaves = zip(statics, new[0], old[0], strict=True)
-            return [_chosen(leaf, taken, n, o) for leaf, n, o in leaves], *new[1:]
+            return [n if leaf.group > 1 else _chosen(leaf, taken, n, o) for leaf, n, o in leaves], *new[1:]
 
         old = [(leaf.states, leaf.writes) for leaf in whole]
         new, sums = skips.when(taken, move, old, (nothing,) * n_sums, choose=choose)
