@@ -93,7 +93,7 @@ def fused_programs() -> Iterator[Program]:
     name = "jaxmp.fused_adamw, fp16"
     tx = jaxmp.mixed_precision(_fused_adamw(), "fp16")
     one = Program(name, "1 device", applied(tx), tx.init, writes_params_only=True)
-    few = Target(30.5, 0, kernels=32, largest_copy_bytes=0)
+    few = Target(30.5, 0, kernels=32, largest_copy_bytes=4)
     yield one._replace(target=few)
     # 4 more: XLA writes the mean over devices, and the kernel reads it.
     yield one._replace(mode="8, shard_map", devices=8, target=Target(34.5, 1))
@@ -103,7 +103,7 @@ def fused_programs() -> Iterator[Program]:
         mode="8, jit, split",
         devices=8,
         tree=LLAMA,
-        target=few._replace(kernels=64, small_all_reduces=2, largest_copy_bytes=4),
+        target=few._replace(kernels=64, small_all_reduces=2),
     )
     yield one._replace(tree=MANY, target=few._replace(kernels=None))
     yield one._replace(tree=LLAMA, target=few)

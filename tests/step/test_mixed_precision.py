@@ -1,6 +1,7 @@
 """`mixed_precision` and `apply_gradients` in whatever they are put, and states of other optimizers moved in."""
 
 import functools
+import re
 
 import flax.core
 import jax
@@ -133,6 +134,18 @@ def test_updates_that_a_transform_behind_changes_are_named_in_the_metrics():
         params = optax.apply_updates(params, updates)
         seen.append(float(jaxmp.get_metrics(state)["stale_masters"]))
     assert seen == [0.0, params["w"].size, params["w"].size]
+
+
+def test_stale_masters_are_counted_in_one_sum_of_rows_on_a_gpu():
+    """XLA for GPU counts them in the pass that moves the masters; with a second sum it copies the masters."""
+    params = jax.tree.map(jnp.ones_like, {"w": np.float32(np.ones((8, 4))), "v": np.float32(np.ones((2, 4)))})
+    tx = jaxmp.mixed_precision(optax.adamw(1e-3), "fp16")
+    short = jaxmp.get_policy("fp16").cast_to_param(params)
+    traced = jax.jit(tx.update).trace(short, tx.init(params), short)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    sums = re.findall(r"stablehlo.reduce\(.*dimensions = \[([\d, ]+)\] : \(tensor<(?:8|2)x4x(\S+)>,", text)
+    of_gradients, of_masters = ("0, 1", "complex<f32>"), ("1", "complex<f32>")
+    assert sums == [of_gradients] * 2 + [of_masters] * 2
 
 
 @pytest.mark.thorough(2)

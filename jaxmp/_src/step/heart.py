@@ -138,7 +138,7 @@ def step(
     told = optimizers.Step(decision.taken, measured.norm, number, adds, extra)
     beside = _beside(rule, amaxes, scale_params, state, before_state, weights, pairs, params, number, adds=adds)
     moved = rule.optimizer.move(told, gradients, state.optimizer_state, pairs, own_params, beside)
-    new_scales, fp8_scales, rounding_count, before_state, stale = moved.others
+    new_scales, fp8_scales, rounding_count, before_state = moved.others
 
     with jax.named_scope("jaxmp.write_params"):
         new, new_masters = weights.put_back(moved.pairs)
@@ -149,8 +149,7 @@ def step(
         if rule.policy is not None and rule.policy.fp8_weights and not adds:
             new = stored_kernels.write(new, weights.by_param(new_masters))
     with jax.named_scope("jaxmp.count"):  # nothing waits for it
-        own = {**moved.counts, **({"stale_masters": stale} if adds else {})}
-        counts = {**measured.counts, **collectives.as_common(own, rule.axis_name)}
+        counts = {**measured.counts, **collectives.as_common(dict(moved.counts), rule.axis_name)}
         pinned = scaler.is_pinned(decision.finite) if hasattr(scaler, "is_pinned") else np.bool_(False)
         counts = states.counted(state, decision.finite, decision.taken, pinned, counts)
     return new, type(state)(
@@ -293,25 +292,18 @@ def _beside(
     *,
     adds: bool,
 ) -> optimizers.Beside:
-    """What moves beside the weights: fp8 scales and histories, the count of roundings, the state of `before`.
-
-    And it counts the stale masters.
-    """
+    """What moves beside the weights: fp8 scales and histories, the count of roundings, the state of `before`."""
     if rule.moves_scales is not None and rule.policy is not None and rule.policy.fp8_weights:
         amaxes = scales.observed(amaxes, scale_params, weights.by_param(None), params)
     with jax.named_scope("jaxmp.update_amax"):
         observed = None if rule.moves_scales is None else rule.moves_scales.observe(amaxes, scale_params)
-    counts_stale = adds and state.skipped is not None and state.master_params is not None
 
     def move(old: PyTree) -> PyTree:
-        leaves, histories, count, _, stale = old
+        leaves, histories, count, _ = old
         if rule.moves_scales is not None:
             with jax.named_scope("jaxmp.update_amax"):
                 leaves, histories = rule.moves_scales.move(observed, state.fp8_scales, scale_params, adds=adds)
-        if counts_stale:
-            stale = masters.stale_elements(pairs)
-        return leaves, histories, None if count is None else number, before_state, stale
+        return leaves, histories, None if count is None else number, before_state
 
     stay = jax.tree.map(lambda _: -0.0, scale_params) if adds else scale_params
-    nothing = jnp.zeros((), jnp.float32)
-    return optimizers.Beside(move, (stay, state.fp8_scales, state.rounding_count, state.before_state, nothing))
+    return optimizers.Beside(move, (stay, state.fp8_scales, state.rounding_count, state.before_state))

@@ -196,15 +196,15 @@ def chosen(taken: Bool[Array, ""], new: Pair, old: Pair) -> Pair:
     return stored(written(weight, platform="tpu") if is_split(old) else weight, old)
 
 
-def stale_elements(pairs: Sequence[Pair]) -> Float[Array, ""]:
-    """How many elements of 16-bit params are not their master, rounded."""
-    total = jnp.zeros((), jnp.float32)
-    for pair in pairs:
-        if pair.param is not None and pair.master is not None and not is_split(pair):
-            rounded = casting.round_to(pair.master, pair.param.dtype)
-            stale = (rounded != pair.param.astype(jnp.float32)) & jnp.isfinite(rounded)
-            total += jnp.sum(stale, dtype=jnp.float32)
-    return total
+def is_beside_master(pair: Pair) -> bool:
+    """Whether a 16-bit param has a float32 master."""
+    return pair.param is not None and pair.master is not None and not is_split(pair)
+
+
+def is_stale(pair: Pair) -> Bool[Array, "..."]:
+    """Where a 16-bit param is not its float32 master, rounded."""
+    rounded = casting.round_to(pair.master, pair.param.dtype)
+    return (rounded != pair.param.astype(jnp.float32)) & ~jnp.isnan(pair.master)
 
 
 # Which params have a master

@@ -176,13 +176,13 @@ class Optax(NamedTuple):
                 found = [select(n, o) if adding else masters.chosen(taken, n, o) for adding, n, o in parts]
                 return found, *jax.tree.map(select, new[1:], old[1:])
 
-        saturated, pairs = saturated_masters(pairs)
+        counts, pairs = counts_of_masters(pairs, with_stale=step.adds)
         old = [-0.0 if adding else pair for adding, pair in zip(adds, pairs, strict=True)]
         new, state, others = when(step.taken, update, old, state, beside.old, choose=choose)
         like = lambda pair, x: jnp.full_like(pair.master, x, dtype=jnp.float32)  # noqa: E731
         as_pair = lambda x, pair: Pair(None, like(pair, x) if isinstance(x, float) else x)  # noqa: E731
         pairs = [as_pair(x, pair) if adding else x for adding, x, pair in zip(adds, new, pairs, strict=True)]
-        return Moved(pairs, state, {"saturated_params": saturated}, others)
+        return Moved(pairs, state, counts, others)
 
 
 def updated(
@@ -207,47 +207,62 @@ def updated(
     return jax.tree.leaves(moves), new
 
 
-def saturated_masters(pairs: list[Pair]) -> tuple[Float[Array, ""], list[Pair]]:
-    """(How many masters of float16 params lie beyond its range, `pairs`), before the step."""
+def counts_of_masters(pairs: list[Pair], *, with_stale: bool) -> tuple[dict[str, Float[Array, ""]], list[Pair]]:
+    """(How many masters of float16 params lie beyond its range, `pairs`), before the step.
 
+    `with_stale`: also how many 16-bit params are not their master, rounded.
+    """
     limit = np.float32(np.finfo(np.float16).max)
-    beyond = lambda q: (jnp.abs(jnp.atleast_1d(q.master)) > limit).astype(jnp.float32)  # noqa: E731
-    low = [
-        i for i, q in enumerate(pairs) if q.param is not None and q.master is not None and q.param.dtype == jnp.float16
-    ]
-    if not low:
-        return jnp.zeros((), jnp.float32), pairs
+    names = ["saturated_params", *["stale_masters"] * with_stale]
+    is_float16 = lambda q: q.param.dtype == jnp.float16  # noqa: E731
+    of = [i for i, q in enumerate(pairs) if masters.is_beside_master(q) and (with_stale or is_float16(q))]
+    if not of:
+        return dict.fromkeys(names, jnp.zeros((), jnp.float32)), pairs
 
-    def count(low: list[Pair]) -> Array:
-        return sum((jnp.sum(beyond(q)) for q in low), start=jnp.zeros((), jnp.float32))
+    def beyond(q: Pair) -> Array:
+        return (jnp.abs(q.master) > limit).astype(jnp.float32) if is_float16(q) else jnp.zeros_like(q.master)
 
-    def count_if_any(low: list[Pair]) -> Array:
-        if backend.may_be_split(low):  # where devices share arrays, each reduction is a message, and a join another
-            return count(low)
+    def stale(q: Pair) -> Array:
+        return masters.is_stale(q).astype(jnp.float32)
+
+    def total(arrays: Sequence[Array]) -> Array:
+        return sum((jnp.sum(x) for x in arrays), start=jnp.zeros((), jnp.float32))
+
+    def count(own: list[Pair]) -> list[Array]:
+        saturated = total([beyond(q) for q in own if is_float16(q)])
+        return [saturated, *[total([stale(q) for q in own])] * with_stale]
+
+    def count_if_any(own: list[Pair]) -> list[Array]:
+        low = [q for q in own if is_float16(q)]
+        if not low or backend.may_be_split(low):  # where devices share arrays, a reduction is a message, a join another
+            return count(own)
         # XLA for CPU writes 4 bytes for each number of a sum; and it converts float16 slowly.
         found = reductions.largest_on_cpu([q.param for q in low], None) >= limit
-        if known(found) is False:
-            return jnp.zeros((), jnp.float32)
-        joined = lambda low: count([Pair(None, jnp.concatenate([q.master.reshape(-1) for q in low]))])  # noqa: E731
-        axes = frozenset().union(*(varying_axes(q.master) for q in low))
-        return lax.cond(found, joined, lambda _: as_varying(jnp.zeros((), jnp.float32), axes), low)
+        saturated = jnp.zeros((), jnp.float32)
+        if known(found) is not False:
+            joined = lambda low: total([jnp.concatenate([beyond(q).reshape(-1) for q in low])])  # noqa: E731
+            axes = frozenset().union(*(varying_axes(q.master) for q in low))
+            saturated = lax.cond(found, joined, lambda _: as_varying(jnp.zeros((), jnp.float32), axes), low)
+        return [saturated, *count(own)[1:]]
 
-    def count_in_pass(low: list[Pair]) -> Array:
-        # XLA for GPU sums rows in the pass that writes the masters. To sum an array it needs a second launch, so rows
-        # of one shape are added first. (Where devices share arrays, these may be split in different ways.)
-        rows = lax.optimization_barrier([jnp.sum(beyond(q), axis=-1) for q in low])
-        if backend.may_be_split(rows):
-            return sum((jnp.sum(x) for x in rows), start=jnp.zeros((), jnp.float32))
+    def count_in_pass(own: list[Pair]) -> list[Array]:
+        # XLA for GPU sums rows in the pass that writes the masters, but copies them for a second sum of them. To sum an
+        # array it needs a second launch, so rows of one shape are added first. (Where devices share arrays, these may
+        # be split in different ways.)
+        counted = [lax.complex(beyond(q), stale(q)) if with_stale else beyond(q) for q in own]
+        rows = lax.optimization_barrier([jnp.sum(jnp.atleast_1d(x), axis=-1) for x in counted])
         alike: dict[tuple[int, ...], Array] = {}
         for x in rows:
             alike[x.shape] = alike[x.shape] + x if x.shape in alike else x
-        return sum((jnp.sum(x) for x in alike.values()), start=jnp.zeros((), jnp.float32))
+        found = total(rows if backend.may_be_split(rows) else list(alike.values()))
+        return [jnp.real(found), jnp.imag(found)] if with_stale else [found]
 
-    beside = lambda count, pairs: (count([pairs[i] for i in low]), pairs)  # noqa: E731
+    beside = lambda count, pairs: (count([pairs[i] for i in of]), pairs)  # noqa: E731
     on_gpu = lambda _, pairs: beside(count_in_pass, pairs)  # noqa: E731
     # XLA for CPU must be told to count before it overwrites the masters, or it copies them.
     on_cpu = lambda _, pairs: lax.optimization_barrier(beside(count_if_any, pairs))  # noqa: E731
-    return by_platform(lambda pairs: beside(count, pairs), pairs, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu)
+    found, pairs = by_platform(lambda pairs: beside(count, pairs), pairs, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu)
+    return dict(zip(names, found, strict=True)), pairs
 
 
 class InPlace(optax.GradientTransformationExtraArgs):
