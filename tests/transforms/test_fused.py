@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import flax.linen as nn
 import jax
@@ -425,6 +426,15 @@ def test_the_second_step_compiles_nothing_and_donation_copies_nothing():
     assert jax.tree.map(jax.typeof, (params, opt_state)) == before
     step(params, opt_state, grads)
     assert step._cache_size() == 1
+
+
+def test_on_a_cpu_gradients_are_checked_without_a_sum_of_flags():
+    """XLA for CPU would write 4 bytes for each of them."""
+    tx, params = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3), "bf16"), {"w": jnp.ones((64, 48))}
+    short = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    step = jax.jit(lambda grads, state, params: jaxmp.apply_gradients(tx, grads, state, params))
+    text = step.lower(short, tx.init(params), short).compile().as_text()
+    assert not re.findall(r" reduce\(.*dimensions=\{0,1\}|= f32\S* reduce-window\(", text)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

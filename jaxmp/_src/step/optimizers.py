@@ -8,6 +8,7 @@
 where the step is not taken.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -290,9 +291,18 @@ class Fused(NamedTuple):
 
     def measure(self, grads: Gradients) -> Measured:
         """The flag and the norm in one pass over gradients that are still scaled."""
+
+        def on_cpu(_: Any, leaves: list[Array], factor: Array) -> tuple[Array, Array]:
+            # XLA for CPU writes 4 bytes for each number of a sum: a largest number costs less than a sum of flags.
+            bad, _ = reductions.unusable_and_largest(leaves, factor)
+            squares = reductions.sums_of_squares([x.astype(jnp.float32) * factor for x in leaves])
+            return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32))), ~bad
+
+        measure = functools.partial(pallas_kernels.gradient_norm, backend=self.inner.backend)
         with jax.named_scope("jaxmp.measure_gradients"):
             leaves = grads.scaled if self.inner.measures else lax.stop_gradient(grads.scaled)
-            norm, usable = pallas_kernels.gradient_norm(leaves, grads.factor(), backend=self.inner.backend)
+            ways: dict[str, Any] = {"cpu": on_cpu} if self.inner.backend in ("auto", "xla") else {}
+            norm, usable = by_platform(measure, leaves, grads.factor(), **ways)
         return Measured(~usable, norm)
 
     def move(
