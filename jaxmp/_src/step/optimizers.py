@@ -375,7 +375,7 @@ class Streamed(NamedTuple):
 
 
 def _saturated_params(pairs: Sequence[Pair]) -> Float[Array, ""]:
-    """As `saturated_masters`, counted in the params: the masters are in host memory."""
+    """As `counts_of_masters`, counted in the params: the masters are in host memory."""
     limit = float(jnp.finfo(jnp.float16).max)
     low = [host_memory.to_device(q.param) for q in pairs if q.param is not None and q.param.dtype == jnp.float16]
     return sum((jnp.sum(jnp.abs(p) >= limit, dtype=jnp.float32) for p in low), start=jnp.zeros((), jnp.float32))
