@@ -196,11 +196,6 @@ def chosen(taken: Bool[Array, ""], new: Pair, old: Pair) -> Pair:
     return stored(written(weight, platform="tpu") if is_split(old) else weight, old)
 
 
-def is_beside_master(pair: Pair) -> bool:
-    """Whether a 16-bit param has a float32 master."""
-    return pair.param is not None and pair.master is not None and not is_split(pair)
-
-
 def is_stale(pair: Pair) -> Bool[Array, "..."]:
     """Where a 16-bit param is not its float32 master, rounded."""
     rounded = casting.round_to(pair.master, pair.param.dtype)

@@ -216,22 +216,19 @@ def counts_of_masters(pairs: list[Pair], *, with_stale: bool) -> tuple[dict[str,
     limit = np.float32(np.finfo(np.float16).max)
     names = ["saturated_params", *["stale_masters"] * with_stale]
     is_float16 = lambda q: q.param.dtype == jnp.float16  # noqa: E731
-    of = [i for i, q in enumerate(pairs) if masters.is_beside_master(q) and (with_stale or is_float16(q))]
+    beside_master = lambda q: q.param is not None and q.master is not None and q.master.dtype == jnp.float32  # noqa: E731
+    of = [i for i, q in enumerate(pairs) if beside_master(q) and (with_stale or is_float16(q))]
     if not of:
         return dict.fromkeys(names, jnp.zeros((), jnp.float32)), pairs
 
-    def beyond(q: Pair) -> Array:
-        return (jnp.abs(q.master) > limit).astype(jnp.float32) if is_float16(q) else jnp.zeros_like(q.master)
-
-    def stale(q: Pair) -> Array:
-        return masters.is_stale(q).astype(jnp.float32)
-
-    def total(arrays: Sequence[Array]) -> Array:
-        return sum((jnp.sum(x) for x in arrays), start=jnp.zeros((), jnp.float32))
+    flags = lambda found: found.astype(jnp.float32)  # noqa: E731
+    beyond = lambda q: flags((jnp.abs(q.master) > limit) & is_float16(q))  # noqa: E731
+    stale = lambda q: flags(masters.is_stale(q))  # noqa: E731
+    total = lambda arrays: sum(map(jnp.sum, arrays), start=jnp.zeros((), jnp.float32))  # noqa: E731
+    stale_ones = lambda own: [total(map(stale, own))] if with_stale else []  # noqa: E731
 
     def count(own: list[Pair]) -> list[Array]:
-        saturated = total([beyond(q) for q in own if is_float16(q)])
-        return [saturated, *[total([stale(q) for q in own])] * with_stale]
+        return [total(beyond(q) for q in own if is_float16(q)), *stale_ones(own)]
 
     def count_if_any(own: list[Pair]) -> list[Array]:
         low = [q for q in own if is_float16(q)]
@@ -241,10 +238,10 @@ def counts_of_masters(pairs: list[Pair], *, with_stale: bool) -> tuple[dict[str,
         found = reductions.largest_on_cpu([q.param for q in low], None) >= limit
         saturated = jnp.zeros((), jnp.float32)
         if known(found) is not False:
-            joined = lambda low: total([jnp.concatenate([beyond(q).reshape(-1) for q in low])])  # noqa: E731
+            joined = lambda low: jnp.sum(jnp.concatenate([beyond(q).reshape(-1) for q in low]))  # noqa: E731
             axes = frozenset().union(*(varying_axes(q.master) for q in low))
             saturated = lax.cond(found, joined, lambda _: as_varying(jnp.zeros((), jnp.float32), axes), low)
-        return [saturated, *count(own)[1:]]
+        return [saturated, *stale_ones(own)]
 
     def count_in_pass(own: list[Pair]) -> list[Array]:
         # XLA for GPU sums rows in the pass that writes the masters, but copies them for a second sum of them. To sum an
@@ -255,7 +252,7 @@ def counts_of_masters(pairs: list[Pair], *, with_stale: bool) -> tuple[dict[str,
         alike: dict[tuple[int, ...], Array] = {}
         for x in rows:
             alike[x.shape] = alike[x.shape] + x if x.shape in alike else x
-        found = total(rows if backend.may_be_split(rows) else list(alike.values()))
+        found = total(rows if backend.may_be_split(rows) else alike.values())
         return [jnp.real(found), jnp.imag(found)] if with_stale else [found]
 
     beside = lambda count, pairs: (count([pairs[i] for i in of]), pairs)  # noqa: E731
