@@ -76,6 +76,11 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", None) or ()) if tracked is None else frozenset(tracked.varying)
 
 
+def varying_axes_of(tree: PyTree) -> frozenset[str]:
+    """The manual axes over which an array of a tree may differ from device to device."""
+    return frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+
+
 def as_varying(x: Array, axes: Iterable[str]) -> Array:
     """`x`, typed as varying over `axes` too: the same value, but autodiff does not sum its gradient over them."""
     # Under `jax.shard_map(check_vma=True)` the gradient of an unvarying input is summed over the mesh in the input's

@@ -6,8 +6,9 @@ The same traced program then serves every platform: `jax.export`, and compilatio
 `lax.platform_dependent` is a conditional inside a scan (jax#28594), and traces all of its branches. Here `f` is traced
 once, and a way only for the platform that it is for.
 
-A way computes what `f` computes, or `f` and a choice. Under `jax.vmap` the way of `default` runs, or with
-`maps` each way, mapped; a derivative goes through the way that `derivative` names.
+A way computes what `f` computes, or `f` and a choice; with a way for "default", `f` may have the types only. Under
+`jax.vmap` the way of `default` runs, or with `maps` each way, mapped; a derivative goes through the way that
+`derivative` names.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ def by_platform(
     """`f(*args)`, by the way of the platform that the program is lowered for.
 
     Args:
-      f: a function of trees of arrays.
+      f: a function of trees of arrays; with a way for "default", its results are read for their types only.
       *args: its arguments.
       derivative: the name of the way that is differentiated.
       partitions: whether a way calls `custom_partitioning`. jax tells a lowering its devices only if it finds that

@@ -58,8 +58,13 @@ def unusable_and_largest(
         largest = largest_on_cpu(arrays, factor)
         return ~(largest < LARGEST), largest
 
+    def types(arrays: list[Array], factor: Any) -> tuple[Array, Array]:
+        axes = backend.varying_axes_of((arrays, factor))
+        return backend.as_varying(jnp.zeros((), bool), axes), backend.as_varying(jnp.zeros((), jnp.float32), axes)
+
     given = lax.stop_gradient((list(arrays), factor))
-    return by_platform(plain, *given, cuda=on_gpu, rocm=on_gpu, cpu=on_cpu)
+    by_default = lambda _, *given: plain(*given)  # noqa: E731
+    return by_platform(types, *given, default=by_default, cuda=on_gpu, rocm=on_gpu, cpu=on_cpu)
 
 
 def largest_on_cpu(arrays: Sequence[Float[Array, "..."]], factor: Float[Array, ""] | None) -> Float[Array, ""]:

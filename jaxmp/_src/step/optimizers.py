@@ -28,7 +28,7 @@ from jaxmp._src.programs import windows
 from jaxmp._src.step import inner_update, masters
 from jaxmp._src.step.masters import Pair
 from pallas_kernels import backend
-from pallas_kernels.backend import as_varying, varying_axes
+from pallas_kernels.backend import as_varying, varying_axes_of
 from pallas_kernels.by_platform import by_platform
 from pallas_kernels.when import in_dtype_of, known, when
 
@@ -239,7 +239,7 @@ def counts_of_masters(pairs: list[Pair], *, with_stale: bool) -> tuple[dict[str,
         saturated = jnp.zeros((), jnp.float32)
         if known(found) is not False:
             joined = lambda low: jnp.sum(jnp.concatenate([beyond(q).reshape(-1) for q in low]))  # noqa: E731
-            axes = frozenset().union(*(varying_axes(q.master) for q in low))
+            axes = varying_axes_of([q.master for q in low])
             saturated = lax.cond(found, joined, lambda _: as_varying(jnp.zeros((), jnp.float32), axes), low)
         return [saturated, *stale_ones(own)]
 
@@ -259,7 +259,10 @@ def counts_of_masters(pairs: list[Pair], *, with_stale: bool) -> tuple[dict[str,
     on_gpu = lambda _, pairs: beside(count_in_pass, pairs)  # noqa: E731
     # XLA for CPU must be told to count before it overwrites the masters, or it copies them.
     on_cpu = lambda _, pairs: lax.optimization_barrier(beside(count_if_any, pairs))  # noqa: E731
-    found, pairs = by_platform(lambda pairs: beside(count, pairs), pairs, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu)
+    by_default = lambda _, pairs: beside(count, pairs)  # noqa: E731
+    zeros = lambda own: [as_varying(jnp.zeros((), jnp.float32), varying_axes_of(own)) for _ in names]  # noqa: E731
+    types = lambda pairs: beside(zeros, pairs)  # noqa: E731
+    found, pairs = by_platform(types, pairs, default=by_default, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu)
     return dict(zip(names, found, strict=True)), pairs
 
 
