@@ -49,7 +49,7 @@ def _by_path(call: flax_modules.ModuleCall) -> Any:
     _check_kernel(call)
     # Whoever chooses operations names them by the paths of their modules.
     is_chosen = lists is not None and lists.chooser is not None
-    marker = module_paths.marker(call.path) if is_chosen else contextlib.nullcontext()
+    marker = module_paths.marker(call.path, "chosen") if is_chosen else contextlib.nullcontext()
     with marker, contextlib.nullcontext() if found is None or found == lists else _region_of(found):
         if found is not None:
             float32_layers.note(call, found)

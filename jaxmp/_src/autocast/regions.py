@@ -64,8 +64,8 @@ def lists_of(eqn: Any, lists: CastLists) -> CastLists:
 
 
 def scope_of(eqn: Any) -> str:
-    """The name stack of an equation, without regions and markers."""
-    stack = module_paths.without_markers(module_paths.without_regions(str(eqn.source_info.name_stack)))
+    """The name stack of an equation, without regions and what autocast reads of modules."""
+    stack = module_paths.without_chosen(module_paths.without_regions(str(eqn.source_info.name_stack)))
     return "/".join(part for part in stack.split("/") if part)
 
 

@@ -104,7 +104,8 @@ def _replace(functions: Sequence[Function]) -> list[tuple[Any, str, Any]]:
         held = vars(module) if isinstance(module, ModuleType) else {}
         for key in by_name.keys() & held.keys():
             for function, original, stand_in in by_name[key]:
-                if held[key] is original and (function.in_jax or not name.startswith("jax._src.")):
+                in_jax = name.startswith("jax.") and module is not function.home
+                if held[key] is original and (function.in_jax or not in_jax):
                     found.append((module, key, original, stand_in))
     for home, name, _, stand_in in found:
         setattr(home, name, stand_in)

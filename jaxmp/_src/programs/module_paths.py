@@ -3,8 +3,9 @@
 A jaxpr keeps nothing of modules, except for the name stack of each equation: named scopes, wrapped by transformations
 (`jvp(vmap(Net))/Dense_0`). Flax writes the names of its modules there, but the root has the name of its class, and
 methods other than `__call__` add their own names. So while `taps` traces a function, or autocast chooses operations of
-one, each call of a module writes a marker with the path of its params, `jaxmp.module(Block_0/Dense_1)`. A marker
-replaces everything to the left of it; a named scope to the right of it is a part of the module; the root's path is "".
+one, each call of a module writes a marker with the path of its params, `jaxmp.module(Block_0/Dense_1)`, for autocast
+`jaxmp.chosen(Block_0/Dense_1)`, which does not stay in the program. A marker replaces everything to the left of it; a
+named scope to the right of it is a part of the module; the root's path is "".
 """
 
 import contextlib
@@ -14,7 +15,8 @@ from typing import Any
 
 import jax
 
-_MARKER = re.compile(r"(?:\w+\()*jaxmp\.module\(([^()]*)\)\)*")
+_MARKER = re.compile(r"(?:\w+\()*jaxmp\.(?:module|chosen)\(([^()]*)\)\)*")
+_CHOSEN = re.compile(r"(?:\w+\()*jaxmp\.chosen\(([^()]*)\)\)*")
 # Regions of autocast are scopes too, `jaxmp.autocast(float16)`, and no modules.
 REGION = "jaxmp.autocast"
 REGIONS = re.compile(re.escape(REGION) + r"\(([^()]*)\)")
@@ -34,9 +36,9 @@ def marking() -> Iterator[None]:
         yield
 
 
-def marker(path: str) -> contextlib.AbstractContextManager[Any]:
+def marker(path: str, kind: str = "module") -> contextlib.AbstractContextManager[Any]:
     """The scope of a call of the module at `path`, the path of its params; "" for the root."""
-    return jax.named_scope(f"jaxmp.module({path})")
+    return jax.named_scope(f"jaxmp.{kind}({path})")
 
 
 def join(outer: str, inner: str) -> str:
@@ -49,9 +51,9 @@ def without_regions(stack: str) -> str:
     return _FP8_REGIONS.sub("", REGIONS.sub("", stack))
 
 
-def without_markers(stack: str) -> str:
-    """A name stack without the markers of modules."""
-    return _MARKER.sub("", stack)
+def without_chosen(stack: str) -> str:
+    """A name stack without the markers that autocast reads."""
+    return _CHOSEN.sub("", stack)
 
 
 def fp8_region(enabled: bool) -> contextlib.AbstractContextManager[Any]:
