@@ -15,7 +15,7 @@ import jaxmp
 from helpers import assert_close, assert_same_program
 from jaxmp._src.base import ambient
 from jaxmp._src.fp8 import activations
-from pallas_kernels import backend as backends, passes
+from pallas_kernels import backend as backends
 
 HAS_KERNELS = backends.why_no_kernels() is None
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason=str(backends.why_no_kernels()))
@@ -178,23 +178,6 @@ def test_without_kernels_the_program_is_that_of_before(name, monkeypatch):
     monkeypatch.setattr(activations, "made_by_activation", lambda *args: None)
     jax.clear_caches()
     assert_same_program(got, jax.jit(lambda *args: run(*args))(state, X))
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Where a kernel can run on a GPU, it is interpreted."""
-    run_or = passes.run_or
-
-    def on_this_device(plan, instead, args, **more):
-        return run_or(plan, instead, args, "xla" if passes.why_not(plan, args) else "interpret", **more)
-
-    def switch():
-        monkeypatch.setattr(passes, "run_or", on_this_device)
-        jax.clear_caches()
-
-    yield switch
-    monkeypatch.undo()
-    jax.clear_caches()
 
 
 @needs_kernels

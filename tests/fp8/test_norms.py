@@ -17,7 +17,7 @@ from helpers import assert_same_program
 from jaxmp._src.base import ambient
 from jaxmp._src.fp8 import norms
 from jaxmp.fp8 import DelayedScaling
-from pallas_kernels import backend as backends, passes
+from pallas_kernels import backend as backends
 
 HAS_KERNELS = backends.why_no_kernels() is None
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason=str(backends.why_no_kernels()))
@@ -153,23 +153,6 @@ def test_by_autocast_the_kernel_reads_what_arrives(name):
     """The loss is traced in float32; a bfloat16 input of the norm is not widened for the kernel."""
     found = kernels(*trained(MODELS[name][0], policy="fp8"), X)
     assert [reads[0] for reads in found] == ["64x64xbf16"] * 2
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    """Where a kernel can run on a GPU, it is interpreted."""
-    run_or = passes.run_or
-
-    def on_this_device(plan, instead, args, **more):
-        return run_or(plan, instead, args, "xla" if passes.why_not(plan, args) else "interpret", **more)
-
-    def switch():
-        monkeypatch.setattr(passes, "run_or", on_this_device)
-        jax.clear_caches()
-
-    yield switch
-    monkeypatch.undo()
-    jax.clear_caches()
 
 
 @pytest.mark.optimized  # the last bit of a sum decides a rounding

@@ -222,9 +222,16 @@ def returns_float32(eqn: Any, lists: "CastLists") -> bool:
     if eqn.primitive.name not in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
         return False
     given = {v.aval.dtype for v in eqn.invars if v.aval.dtype in FLOATS}
-    preferred = eqn.params.get("preferred_element_type")
-    asks = preferred is not None and np.dtype(preferred) == np.float32 and np.dtype(np.float32) not in given
+    asks = asks_for_float32(eqn.params.get("preferred_element_type")) and np.dtype(np.float32) not in given
     return asks or lists.float32_products == "all"
+
+
+def asks_for_float32(preferred_element_type: Any) -> bool:
+    """Whether a `preferred_element_type` is float32."""
+    try:
+        return preferred_element_type is not None and np.dtype(preferred_element_type) == np.float32
+    except TypeError:
+        return False
 
 
 def takes_scalars(eqn: Any) -> bool:

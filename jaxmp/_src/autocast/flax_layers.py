@@ -18,8 +18,8 @@ import numpy as np
 from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp._src.autocast import float32_layers, float32_products, reach, regions
-from jaxmp._src.autocast.cast_lists import FLOATS, LOW_MARK, OFF, CastLists
+from jaxmp._src.autocast import float32_layers, reach, regions
+from jaxmp._src.autocast.cast_lists import FLOATS, LOW_MARK, OFF, CastLists, asks_for_float32
 from jaxmp._src.base import ambient
 from jaxmp._src.programs import flax_modules, haiku_frames, module_paths
 
@@ -58,7 +58,7 @@ def _by_path(call: flax_modules.ModuleCall) -> Any:
             return out
         if _own_dtype(call.module) is not None or found is None or found.dtype is None:
             return out
-        if float32_products.asks(getattr(call.module, "preferred_element_type", None)):  # of a layer in fp8
+        if asks_for_float32(getattr(call.module, "preferred_element_type", None)):  # of a layer in fp8
             return out
         return jax.tree.map(lambda x: checkpoint_name(x, LOW_MARK) if getattr(x, "dtype", None) in FLOATS else x, out)
 

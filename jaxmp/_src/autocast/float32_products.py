@@ -15,12 +15,11 @@ import inspect
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
 from jaxmp._src.autocast import regions, stand_ins
-from jaxmp._src.autocast.cast_lists import CastLists
+from jaxmp._src.autocast.cast_lists import CastLists, asks_for_float32
 
 _ARGUMENT = "preferred_element_type"
 
@@ -53,17 +52,9 @@ _OPERANDS = 3  # arguments that come before `preferred_element_type` at least, w
 
 
 def _region(lists: CastLists, preferred: Any) -> contextlib.AbstractContextManager[None]:
-    if lists.float32_products == "all" or not asks(preferred):
+    if lists.float32_products == "all" or not asks_for_float32(preferred):
         return contextlib.nullcontext()
     return regions.region(lists._replace(float32_products="all"))
-
-
-def asks(preferred: Any) -> bool:
-    """Whether a `preferred_element_type` is float32."""
-    try:
-        return preferred is not None and jnp.dtype(preferred) == jnp.float32
-    except TypeError:
-        return False
 
 
 _OF_NUMPY = ("dot", "matmul", "tensordot", "einsum", "convolve", "correlate")  # the others call these
