@@ -84,7 +84,7 @@ lint: $(STAMP)/dev
 	$(VENV)/bin/pyright --threads $(JOBS) --pythonpath $(VENV)/bin/python
 
 pytest: $(STAMP)/dev
-	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(if $(ALL),--all) $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(ALL),--all) $(ARGS)
 
 portable: $(STAMP)/dev
 	$(VENV)/bin/python tests/support/portable.py --json benchmarks/results/portability.json $(if $(ALL),--all) $(ARGS)

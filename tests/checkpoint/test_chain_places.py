@@ -12,8 +12,6 @@ import jaxmp
 from helpers import assert_moved
 from jaxmp import checkpoint
 
-pytestmark = pytest.mark.xdist_group("checkpoint")
-
 RNG = np.random.default_rng(5)
 # The numbers of layers are no numbers of a chain.
 PARAMS = {

@@ -23,8 +23,6 @@ from helpers import ROOT, assert_exact, assert_moved, compiled_quickly
 from jaxmp import __main__ as command, checkpoint
 from jaxmp._src.checkpoint import writer
 
-pytestmark = pytest.mark.xdist_group("checkpoint")
-
 INNER = optax.chain(optax.adam(1e-2), jaxmp.ema_params(0.9))
 PARAMS = {
     "dense": {"kernel": jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32)},

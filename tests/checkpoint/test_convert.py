@@ -17,8 +17,6 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.checkpoint import job_leaves
 from jaxmp.checkpoint import convert, reload_master_params
 
-pytestmark = pytest.mark.xdist_group("convert")  # they share the jobs
-
 INNER = optax.adamw(1e-2, eps=1e-3)
 RECIPE = jaxmp.fp8.DelayedScaling(amax_history_len=4)
 PARAMS = model_params()

@@ -19,8 +19,6 @@ from jaxmp._src.checkpoint import orbax
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "kept"))
 import jobs
 
-pytestmark = pytest.mark.xdist_group("checkpoint")
-
 KEPT = pathlib.Path(jobs.__file__).parent
 FORMATS = ["before_formats", "format_1"]
 

@@ -17,8 +17,6 @@ from helpers import assert_exact, assert_moved, assert_same_program
 from jaxmp import checkpoint
 from jaxmp._src.checkpoint import writer as checkpoint_writer
 
-pytestmark = pytest.mark.xdist_group("checkpoint")
-
 POLICY = jaxmp.get_policy("fp16")
 X = jax.random.normal(jax.random.key(0), (8, 4))
 

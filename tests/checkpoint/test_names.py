@@ -18,8 +18,6 @@ from helpers import assert_moved
 from jaxmp import checkpoint
 from jaxmp._src.step import state as states
 
-pytestmark = pytest.mark.xdist_group("checkpoint")
-
 COMPOSED = unicodedata.normalize("NFC", "café")
 DECOMPOSED = unicodedata.normalize("NFD", "café")
 WORDS = [

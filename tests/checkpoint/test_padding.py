@@ -16,8 +16,6 @@ from jaxmp import checkpoint, fsdp
 from jaxmp._src.distributed.param_layout import Cut, Layout
 from pallas_kernels import moments
 
-pytestmark = pytest.mark.xdist_group("checkpoint")
-
 RNG = np.random.default_rng(0)
 PARAMS = {
     "embed": jnp.asarray(RNG.normal(size=(51, 6)), jnp.float32),

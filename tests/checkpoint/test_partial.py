@@ -13,8 +13,6 @@ from helpers import assert_exact, assert_moved
 from jaxmp import checkpoint
 from jaxmp._src.base import tree_paths
 
-pytestmark = pytest.mark.xdist_group("checkpoint")
-
 RNG = np.random.default_rng(0)
 PARAMS = {
     "body": {"kernel": jnp.asarray(RNG.normal(size=(4, 6)), jnp.float32)},

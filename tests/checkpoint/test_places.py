@@ -13,8 +13,6 @@ from helpers import ROOT, assert_moved, compiled_quickly
 from jaxmp import checkpoint
 from jaxmp._src.checkpoint import places
 
-pytestmark = pytest.mark.xdist_group("checkpoint")
-
 PARAMS = {"w": jnp.arange(3.0)}
 
 

@@ -17,8 +17,6 @@ import resume_worker
 from helpers import assert_moved
 from processes import HANGS_AFTER, finish, start
 
-pytestmark = pytest.mark.xdist_group("regimes")  # shares traces with test_regimes.py
-
 PROCESSES = 2
 
 

@@ -15,8 +15,6 @@ from helpers import assert_moved, assert_same_program
 from jaxmp import fsdp
 from regimes import AXIS, mesh_of
 
-pytestmark = pytest.mark.xdist_group("few_bytes")  # compiled steps are shared
-
 DEVICES = 4
 MANUAL = ["shard_map", "shard_map_unchecked", "pmap"]
 HOW = pytest.mark.parametrize("how", MANUAL)

@@ -21,8 +21,6 @@ from jaxmp._src.fp8 import block_matmul
 from jaxmp._src.fp8.blocks import BlockRecipe
 from jaxmp.fp8 import MXFP8, NVFP4, BlockScaling, CurrentScaling, RowwiseScaling
 
-pytestmark = pytest.mark.xdist_group("block_gemm")
-
 RECIPES = [
     BlockScaling(),
     BlockScaling(fp8_format="HYBRID"),

@@ -23,8 +23,6 @@ from jaxmp._src.numerics import float_bits
 from jaxmp.fp8 import NVFP4
 from oracle_data import load, load_arrays
 
-pytestmark = pytest.mark.xdist_group("block_gemm")
-
 CASES = load("te_nvfp4_index")["cases"]
 ARRAYS = load_arrays("te_nvfp4")
 NEAREST = NVFP4(stochastic_rounding=False)

@@ -17,8 +17,6 @@ from helpers import assert_close, assert_exact, assert_moved, assert_same_progra
 from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import linen_layers, stored_kernels
 
-pytestmark = pytest.mark.xdist_group("weights")
-
 RECIPE = jaxmp.fp8.DelayedScaling(amax_history_len=3)
 WIDTH = 16
 LEAF = "fp8_rhs_e4m3_log2_scale"

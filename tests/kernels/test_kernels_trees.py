@@ -20,8 +20,6 @@ from pallas_kernels import backend as backends, moments, multi_tensor
 from pallas_kernels.moments import Quantized
 from pallas_kernels.update import AdamW, Lion, Momentum, Weight, multi_tensor_update
 
-pytestmark = pytest.mark.xdist_group("kernels_trees")
-
 MISSING = {
     "xla": None,
     "interpret": backends.why_no_kernels(),

@@ -19,8 +19,6 @@ from jaxmp._src.loss_scale import static
 from jaxmp._src.numerics import float_bits
 from oracle_data import load, name_of
 
-pytestmark = pytest.mark.xdist_group("loss_scale_presets")  # the traces of a system are computed once
-
 LONGEST, BATCH = 64, 64  # steps, and traces at once; shorter ones are padded, so that all have one shape
 SUBNORMALS = 1.2e-38  # XLA on CPU flushes what is smaller to zero
 

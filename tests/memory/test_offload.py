@@ -18,8 +18,6 @@ from jaxmp._src.devices import host_memory
 from jaxmp._src.programs import windows as windows_lib
 from regimes import guarded
 
-pytestmark = pytest.mark.xdist_group("offload")
-
 WIDTH, LAYERS = 8, 3
 OVERFLOWS = (1, 3)
 

@@ -14,8 +14,6 @@ from jaxmp import offload
 from jaxmp._src.devices import host_memory
 from regimes import guarded
 
-pytestmark = pytest.mark.xdist_group("offload")
-
 LAYERS, WIDTH, BATCH = 6, 8, 12
 
 

@@ -19,8 +19,6 @@ import jaxmp
 from jaxmp._src.monitor.step_stats import Fp8Stats
 from jaxmp.monitor import Monitor
 
-pytestmark = pytest.mark.xdist_group("monitor absence")
-
 EVERY, CHUNK = 10, 100
 RNG = np.random.default_rng(3)
 X = RNG.normal(size=(512, 16)).astype(np.float32)

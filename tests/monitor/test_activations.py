@@ -15,7 +15,6 @@ from jaxmp.monitor import Monitor, watch_activations
 from regimes import AXIS, mesh_of
 
 # What depends on a version of jax is in test_tensor_stats.py and test_taps.py. Tests share compiled functions.
-pytestmark = pytest.mark.xdist_group("activations")
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 4)).astype(np.float32)

@@ -20,7 +20,6 @@ from jaxmp.monitor import Monitor, MonitorWarning
 from regimes import AXIS, mean_in_float32, mesh_of
 
 # What depends on a version of jax is in test_tensor_stats.py and test_taps.py. Tests share compiled steps.
-pytestmark = pytest.mark.xdist_group("monitor")
 
 F16, F32 = np.float16, np.float32
 

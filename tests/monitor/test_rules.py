@@ -16,8 +16,6 @@ from helpers import ROOT
 from jaxmp._src.monitor import absence, rules
 from jaxmp.monitor import Monitor, MonitorWarning
 
-pytestmark = pytest.mark.xdist_group("monitor rules")
-
 RNG = np.random.default_rng(7)
 SHAPES = {"embed": (5, 12), "carry": (12, 12), "readout": (12, 3)}
 PARAMS32 = {name: RNG.normal(size=s).astype(np.float32) / s[0] ** 0.5 for name, s in SHAPES.items()}

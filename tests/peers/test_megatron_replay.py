@@ -17,8 +17,6 @@ import jaxmp
 from helpers import assert_close, assert_exact, assert_same_program, assert_within_ulps
 from oracle_data import load, load_arrays, name_of
 
-pytestmark = pytest.mark.xdist_group("megatron_replay")
-
 CASES = {case["name"]: case for case in load("megatron_replay_index")["cases"]}
 ARRAYS = load_arrays("megatron_replay")
 LEAVES = ("dense", "layer_norm", "head")  # params 0, 1, 2 of the oracle; 1 alone is a vector

@@ -16,8 +16,6 @@ import jaxmp
 from helpers import assert_close, assert_exact, assert_moved
 from oracle_data import load, load_arrays, name_of
 
-pytestmark = pytest.mark.xdist_group("mlp_e2e")
-
 ORACLE = load("mlp_e2e")
 ARRAYS = load_arrays("mlp_e2e")
 PARAMS = {name: ARRAYS[f"init_{name}"] for name in ("w1", "b1", "g", "w2", "b2")}

@@ -18,8 +18,6 @@ from jaxmp._src.precision_search.subject import Subject
 from jaxmp._src.precision_search.suggestion import Mix, Operation, Run, Suggestion
 from jaxmp._src.programs import operations
 
-pytestmark = pytest.mark.xdist_group("rehearsal")
-
 X, Y = (np.random.default_rng(i).standard_normal((16, 16), np.float32) for i in range(2))
 IDS = np.arange(16) % 6
 

@@ -19,8 +19,6 @@ from jaxmp._src.precision_search.suggest import Thresholds, _Decision
 from jaxmp._src.precision_search.suggestion import exceptions, globs
 from jaxmp._src.precision_search.trials import Trial, measure
 
-pytestmark = pytest.mark.xdist_group("suggest")
-
 X, Y = (np.random.default_rng(i).standard_normal((32, 32), np.float32) for i in range(2))
 
 

@@ -22,7 +22,6 @@ from helpers import assert_close, assert_exact, assert_moved
 
 F32 = np.float32
 PROGRAMS = {program.name: program for program in cpu.programs()}
-pytestmark = pytest.mark.xdist_group("benchmarks")
 SAME_JOB = [name for name, program in PROGRAMS.items() if program.dtype == jnp.float16]
 
 

@@ -23,7 +23,6 @@ from benchmarks.lib.record import Record, append, run_of
 from benchmarks.lib.tables import ROOT, markers
 from benchmarks.lib.timing import Bench, LeftOut, OutOfTime, Variant
 
-pytestmark = pytest.mark.xdist_group("benchmarks_gpu")
 MACHINE = Section("gpu_sections:machine", "", 60.0, 60.0)
 
 

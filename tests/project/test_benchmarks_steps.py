@@ -11,7 +11,6 @@ from benchmarks.h100 import steps as h100_steps
 from benchmarks.programs import steps
 from matmul_dtypes import matmuls_in
 
-pytestmark = pytest.mark.xdist_group("benchmarks")
 TINY = {kind: steps.Stack(kind, 256, 2, sequences=1, length=16) for kind in ("GPT", "Llama")}
 CASES = [
     steps.Step(TINY[kind], precision, framework, remat, flash=False)

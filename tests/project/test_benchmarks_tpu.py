@@ -9,7 +9,6 @@ import pytest
 from benchmarks.lib import trees
 from benchmarks.tpu import steps
 
-pytestmark = pytest.mark.xdist_group("benchmarks_tpu")
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 HLO = """
 %fused (p.1: f8e4m3fn[8,8], p.2: f8e5m2[8,8]) -> f32[8,8] {

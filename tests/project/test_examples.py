@@ -18,7 +18,6 @@ import pytest
 import train
 from helpers import ROOT, compiled_quickly
 
-pytestmark = pytest.mark.xdist_group("examples")
 TINY = "--width 32 --heads 2 --layers 1 --batch-size 16 --seq-len 32".split()
 HANGS_AFTER = 300  # seconds; each takes about ten
 

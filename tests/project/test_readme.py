@@ -16,8 +16,6 @@ import jaxmp
 from helpers import ROOT, python_blocks
 from matmul_dtypes import matmuls_in
 
-pytestmark = pytest.mark.xdist_group("readme")
-
 README = ROOT / "README.md"
 NUMBER = r"\d+\.\d+"
 

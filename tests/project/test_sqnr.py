@@ -12,7 +12,6 @@ from benchmarks import sqnr
 from benchmarks.lib import tables
 from helpers import assert_close
 
-pytestmark = pytest.mark.xdist_group("sqnr")
 KEY = jax.random.key(0)
 
 

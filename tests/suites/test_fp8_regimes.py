@@ -11,8 +11,6 @@ from fp8_job import POLICIES, devices_of, make_job
 from helpers import assert_close, assert_exact
 from regimes import REGIMES
 
-pytestmark = pytest.mark.xdist_group("fp8_regimes")
-
 FRAMEWORKS = ("exact", "linen", "nnx")
 MATRIX = [(*case, 1) for case in itertools.product(REGIMES, FRAMEWORKS, POLICIES)]
 MATRIX += [(regime, "exact", name, 2) for regime, name in itertools.product(REGIMES, POLICIES)]

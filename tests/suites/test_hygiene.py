@@ -15,8 +15,6 @@ import regimes
 from helpers import assert_moved, reductions
 from regimes import AXIS, DEVICES, REGIMES, mesh_of, trace_of
 
-pytestmark = pytest.mark.xdist_group("regimes")
-
 F16, F32 = np.float16, np.float32
 
 # The runs of test_regimes.py: taken again, not run again.

@@ -27,8 +27,6 @@ import jaxmp
 from helpers import assert_exact, assert_moved, assert_same_program
 from regimes import guarded
 
-pytestmark = pytest.mark.xdist_group("invariants")
-
 INITIAL = {"a": np.float32([1.0, -0.0, -2.5]), "b": np.float32([0.0, 1e-7, 40000.0]), "kept": np.float32([-0.0, 3.0])}
 SPIKE = 2.0**20  # true gradients above this are what `skip_if` looks for
 TOO_LARGE = 2.0**48  # no step is taken on a true gradient of this size

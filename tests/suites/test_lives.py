@@ -12,8 +12,6 @@ import jaxmp
 import lives
 import processes
 
-pytestmark = pytest.mark.xdist_group("lives")
-
 STEPS = 2  # of a life
 SHORT = (("fsdp", 8), ("shard_map", 6))
 EIGHT = (

@@ -15,8 +15,6 @@ import regimes
 from helpers import assert_close, assert_moved
 from regimes import AXIS, DEVICES, REGIMES, SAMPLE, make_job, trace_of
 
-pytestmark = pytest.mark.xdist_group("regimes")
-
 FRAMEWORKS, DTYPES = ("plain", "linen", "nnx", "fused"), ("fp16", "bf16")
 MATRIX = [(*case, 1) for case in itertools.product(REGIMES, FRAMEWORKS, DTYPES)]
 MATRIX += [(regime, "plain", dtype, 2) for regime, dtype in itertools.product(REGIMES, DTYPES)]

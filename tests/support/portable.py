@@ -9,7 +9,7 @@ tests, or on the number of pytest's processes. A variant is one value of each:
     width         bits of a vector that LLVM prefers
     threads       of the CPU client
     jobs          pytest's processes
-    dist          how they share the tests: "loadgroup" keeps the tests of a group in one process, "load" none
+    dist          how they share the tests: "loadfile" keeps the tests of a file in one process, "load" none
     order         the seed of a random order of modules, and of tests within each
     compilers     a seed: each program is compiled with LLVM's optimizations or without (tests/support/compilers.py)
 
@@ -40,7 +40,7 @@ class Variant(NamedTuple):
     width: int = 256
     threads: int | None = None
     jobs: int = 2
-    dist: str = "loadgroup"
+    dist: str = "loadfile"
     compilers: str = ""
     order: int = 0
 
