@@ -2,6 +2,7 @@
 
 import collections
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,6 +133,38 @@ def test_equal_layers_run_once(transform, steps_run, monkeypatch):
     without_pieces(monkeypatch)
     jax.make_jaxpr(transform(model))(*weights_and_rows())
     assert with_pieces < len(steps_run) / 3
+
+
+def test_equal_layers_in_fp8_run_once(steps_run):
+    """Their names differ, also where a chooser of operations reads the paths of modules."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.gelu(nn.Dense(16)(nn.LayerNorm()(x)))
+
+    class Layers(nn.Module):
+        n: int
+
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(self.n):
+                x = Layer()(x)
+            return jnp.mean(x**2)
+
+    def steps_of(n):
+        x, policy, module = jax.ShapeDtypeStruct((16, 16), jnp.float32), jaxmp.get_policy("fp8"), Layers(n)
+        params = jax.eval_shape(jaxmp.autocast(module.init, "fp8"), jax.random.key(0), x)
+        scaling = jax.eval_shape(jaxmp.mixed_precision(optax.sgd(0.1), policy).init, params)
+
+        def gradients(params, x, opt_state):
+            return jaxmp.value_and_grad(module.apply, policy=policy)(params, x, opt_state=opt_state)
+
+        steps_run.clear()
+        jax.eval_shape(gradients, params, x, scaling)
+        return len(steps_run)
+
+    assert steps_of(24) < steps_of(12) + 12
 
 
 def test_layers_with_other_numbers_are_no_equal_pieces():

@@ -65,8 +65,7 @@ def lists_of(eqn: Any, lists: CastLists) -> CastLists:
 
 def scope_of(eqn: Any) -> str:
     """The name stack of an equation, without regions and what autocast reads of modules."""
-    stack = module_paths.without_chosen(module_paths.without_regions(str(eqn.source_info.name_stack)))
-    return "/".join(part for part in stack.split("/") if part)
+    return module_paths.without_chosen(module_paths.without_regions(str(eqn.source_info.name_stack)))
 
 
 @functools.lru_cache(maxsize=64)  # a region is entered, and read, for many equations

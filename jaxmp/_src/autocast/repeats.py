@@ -25,6 +25,7 @@ from jax.extend import core
 from jaxmp._src.autocast import regions
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.planner import WEIGHTS, Plan, Step
+from jaxmp._src.programs import module_paths
 
 _LEAST = 8  # steps: below, a call costs as much as it saves
 _CANDIDATES = 8  # how many distances between equal steps, and beginnings of a piece, are tried
@@ -56,7 +57,8 @@ class Piece(NamedTuple):
 
 def scope_of(step: Step) -> str:
     """The name stack in which a step runs; what runs as it was written keeps its regions."""
-    return str(step.eqn.source_info.name_stack) if step.how == "written" else regions.scope_of(step.eqn)
+    stack = str(step.eqn.source_info.name_stack)
+    return module_paths.without_chosen(stack) if step.how == "written" else regions.scope_of(step.eqn)
 
 
 def find(

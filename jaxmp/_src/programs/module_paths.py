@@ -53,7 +53,7 @@ def without_regions(stack: str) -> str:
 
 def without_chosen(stack: str) -> str:
     """A name stack without the markers that autocast reads."""
-    return _CHOSEN.sub("", stack)
+    return "/".join(part for part in _CHOSEN.sub("", stack).split("/") if part)
 
 
 def fp8_region(enabled: bool) -> contextlib.AbstractContextManager[Any]:
