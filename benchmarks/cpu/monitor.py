@@ -7,7 +7,7 @@ Three programs train the model of examples/train.py in float16. Each runs ten st
 - with `watch_activations` too: every tenth step runs a second program (`when` is a static argument).
 
 Ratios are taken within a round; the table has their medians. Targets: a watched step takes at most 1.03 of the step as
-it is and ends in the same bits, and with `when=False` it compiles to the same program as a step without a monitor.
+it is, and with `when=False` it compiles to the same program as a step without a monitor.
 """
 
 import functools
@@ -94,20 +94,14 @@ def measure(cfg: train.Config, *, rounds: int = ROUNDS) -> dict[str, Any]:
                 seconds[r, k] = (time.perf_counter() - before) / EVERY
     rows, others = [], []
     for k, kind in enumerate(kinds):
-        ends = states[kind], states[PLAIN]
-        same = all(
-            np.asarray(a).tobytes() == np.asarray(b).tobytes()
-            for a, b in zip(*(jax.tree.leaves((s.params, s.opt_state)) for s in ends), strict=True)
-        )
         ratio = float(np.median(seconds[:, k] / seconds[:, 0]))
         row = {
             "program": kind,
             "step_ms": round(1e3 * float(np.median(seconds[:, k])), 2),
             "of_plain": round(ratio, 4),
             "compile_s": round(seconds_to_compile[kind], 2),
-            "same_bits": same,
         }
-        rows.append(row | {"missed": missed(row, rounds)})
+        rows.append(row | {"missed": missed(row)})
     state = job(cfg)[1]
     plain = instructions(program(cfg, PLAIN), state, 0, tokens[0])
     for kind in (STATS, ALL):
@@ -116,22 +110,18 @@ def measure(cfg: train.Config, *, rounds: int = ROUNDS) -> dict[str, Any]:
     return {"rows": rows, "off_is_the_same_program": not others, "missed": others}
 
 
-def missed(row: dict[str, Any], rounds: int) -> list[str]:
-    """The targets that a row misses, in words."""
-    checks = (
-        (row["of_plain"] <= TARGET, f"{row['program']}: a step of {row['of_plain']:.3f}, over {TARGET}"),
-        (row["same_bits"], f"{row['program']}: other params after {rounds + 2} rounds"),
-    )
-    return [what for fine, what in checks if not fine]
+def missed(row: dict[str, Any]) -> list[str]:
+    """The target that a row misses, in words."""
+    is_fine = row["of_plain"] <= TARGET
+    return [] if is_fine else [f"{row['program']}: a step of {row['of_plain']:.3f}, over {TARGET}"]
 
 
 def render(results: dict[str, Any]) -> str:
     """The results as markdown."""
-    cells = [["watched, every 10 steps", "step, ms", "of as it is", "compile s", "same bits", f"target {TARGET}"]]
+    cells = [["watched, every 10 steps", "step, ms", "of as it is", "compile s", f"target {TARGET}"]]
     for row in results["rows"]:
         numbers = [f"{row['step_ms']:.1f}", f"{row['of_plain']:.3f}", f"{row['compile_s']:.1f}"]
-        has_target = row["program"] != PLAIN
-        cells.append([row["program"], *numbers, "yes" if row["same_bits"] else "no", holds(row, has_target=has_target)])
+        cells.append([row["program"], *numbers, holds(row, has_target=row["program"] != PLAIN)])
     return markdown(cells)
 
 

@@ -284,9 +284,9 @@ def test_autocast_is_judged_by_both_targets():
     ]
 
 
-def test_a_watched_step_misses_its_target_by_time_and_by_bits():
-    row = {"program": cpu_monitor.STATS, "step_ms": 1.0, "of_plain": 1.5, "compile_s": 1.0, "same_bits": False}
-    row["missed"] = cpu_monitor.missed(row, rounds=3)
-    assert [" over 1.03" in row["missed"][0], "other params" in row["missed"][1]] == [True, True]
+def test_a_watched_step_misses_its_target_by_time():
+    row = {"program": cpu_monitor.STATS, "step_ms": 1.0, "of_plain": 1.5, "compile_s": 1.0}
+    row["missed"] = cpu_monitor.missed(row)
+    assert " over 1.03" in row["missed"][0]
     assert "no: " in cpu_monitor.render({"rows": [row]})
-    assert not cpu_monitor.missed(row | {"of_plain": 1.02, "same_bits": True}, rounds=3)
+    assert not cpu_monitor.missed(row | {"of_plain": 1.02})
