@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import jaxmp
+import regimes
 from jaxmp._src.autocast import plan_runner
 from jaxmp._src.programs import jaxprs
-from tests.support import regimes
 
 LAYERS = 12
 
