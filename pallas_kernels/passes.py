@@ -61,17 +61,6 @@ def check(name: str, arrays: Sequence[Array], scales: Sequence[Array], dtype: An
             raise TypeError(f"{name} takes one float32 scale, shape (); got {scale.dtype}{list(scale.shape)}.")
 
 
-def check_vectors(name: str, x: Array, of_rows: Sequence[Array], of_columns: Sequence[Array]) -> None:
-    """Raises for vectors of the rows and columns of a matrix that no backend supports."""
-    for side, vectors in zip(x.shape, (of_rows, of_columns), strict=True):
-        for v in vectors:
-            if v.shape != (side,) or v.dtype != jax.numpy.float32:
-                raise TypeError(
-                    f"{name} of {x.shape} takes vectors float32[{x.shape[0]}] of its rows and float32[{x.shape[1]}] of "
-                    f"its columns; got {v.dtype}{list(v.shape)}."
-                )
-
-
 def run(plan: Pass, arrays: Sequence[Array], scales: Sequence[Array], backend: str) -> list[tiles.Output]:
     """Runs the pass with `backend`; see `pallas_kernels.backend`."""
     flat = _by_backend(plan, backend)(*arrays, *scales)

@@ -113,19 +113,3 @@ def silu_gated_grad(
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """The gradients of `silu_gated` with respect to a and b."""
     return silu_grad(grad * b, a), grad * silu(a)
-
-
-# --- norms: float32 in, float32 out -----------------------------------------------------------------------------------
-
-
-def normalized(
-    x: Float[Array, "..."],
-    inv_std: Float[Array, "..."],
-    mean: Float[Array, "..."] | None,
-    weight: Float[Array, "..."] | None,
-    bias: Float[Array, "..."] | None,
-) -> Float[Array, "..."]:
-    """(x - mean) (inv_std weight) + bias, in the order of flax's norms; parts that are None are left out."""
-    centered = x if mean is None else x - mean
-    y = centered * (inv_std if weight is None else inv_std * weight)
-    return y if bias is None else y + bias

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from pallas_kernels import activation as activations, grouped, moments, norm, update
+from benchmarks.programs import norm_casts
+from pallas_kernels import activation as activations, grouped, moments, update
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 LEAVES = (5, 129, 2048, 8192 + 3)  # tails, whole blocks, and both
@@ -54,7 +55,7 @@ def launches(backend: str, *, side: int = 128, blocks: int = 1) -> dict[str, tup
         add(f"activation_cast_transpose_amax, {activation}", forward, "bfloat16")
         backward = functools.partial(_activation_grad, activation=activation)
         add(f"activation_grad_cast_transpose_amax, {activation}", backward, "bfloat16 bfloat16")
-    add("norm_cast_transpose_amax", lambda x, backend: _norm(x, backend), "bfloat16")
+    add(norm_casts.NAME, lambda x, backend: _norm(x, backend), "bfloat16")
     gated = activations.silu_gated_cast_transpose_amax
     add(
         "silu_gated_cast_transpose_amax",
@@ -113,8 +114,7 @@ def _cast(x: jax.Array, backend: str) -> Any:
 def _norm(x: jax.Array, backend: str) -> Any:
     wide = x.astype(jnp.float32)
     inv_std, mean, (weight, bias) = jnp.exp(wide[:, 0]), wide[:, 1], wide[:2]
-    vectors = {"mean": mean, "weight": weight, "bias": bias}
-    return norm.norm_cast_transpose_amax(x, inv_std, jnp.float32(4.0), E4M3, **vectors, backend=backend)
+    return norm_casts.cast(x, jnp.float32(4.0), inv_std, mean, weight, bias, backend=backend)
 
 
 def _activation(x: jax.Array, *, activation: str, backend: str) -> Any:

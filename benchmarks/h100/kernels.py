@@ -31,7 +31,8 @@ from benchmarks.lib import aot
 from benchmarks.lib.benchmark import Benchmark
 from benchmarks.lib.tables import holds, markdown
 from benchmarks.lib.versions import H100, versions
-from pallas_kernels import moments as moments_of, update as update_kernel
+from benchmarks.programs import norm_casts
+from pallas_kernels import activation as activations, moments as moments_of, update as update_kernel
 
 SIDE = 4096
 SHAPES = ((SIDE, SIDE), (1000,), (13,))  # a matrix, and small leaves that need blocks of every size
@@ -41,7 +42,7 @@ LEAST_WIDTH = 8  # bytes of a leaf that a thread moves at once
 N_SCALARS = 8  # loads and stores of 4 bytes that a kernel may have: flag, scalars, numbers of the leaf, scales, sums
 LEAST_SHARED = 4  # bytes that a thread stores in shared memory at once
 SLACK = 0.5  # MiB: partial sums and scalars
-CAST, NORM = "cast_transpose_amax", "norm_cast_transpose_amax"  # whose splits over devices are looked at
+CAST = "cast_transpose_amax"  # whose splits over devices are looked at
 
 
 class Kernel(NamedTuple):
@@ -68,7 +69,7 @@ def kernels() -> list[Kernel]:
             for f in ("gelu", "silu")
             for row in _matrix(
                 f"{f}_cast_transpose_amax",
-                lambda x, s, f=f: k.activation_cast_transpose_amax(x, s, e4m3, activation=f),
+                lambda x, s, f=f: activations.activation_cast_transpose_amax(x, s, e4m3, activation=f),
                 inputs=1,
             )
         ),
@@ -77,37 +78,25 @@ def kernels() -> list[Kernel]:
             for f in ("gelu", "silu")
             for row in _matrix(
                 f"{f}_grad_cast_transpose_amax",
-                lambda g, x, s, f=f: k.activation_grad_cast_transpose_amax(g, x, s, e5m2, activation=f),
+                lambda g, x, s, f=f: activations.activation_grad_cast_transpose_amax(g, x, s, e5m2, activation=f),
                 inputs=2,
                 wide=True,
             )
         ),
         *_matrix(
             "silu_gated_cast_transpose_amax",
-            lambda a, b, s: k.silu_gated_cast_transpose_amax(a, b, s, e4m3),
+            lambda a, b, s: activations.silu_gated_cast_transpose_amax(a, b, s, e4m3),
             inputs=2,
         ),
         *_matrix(
             "silu_gated_grad_cast_transpose_amax",
-            lambda g, a, b, s, t: k.silu_gated_grad_cast_transpose_amax(g, a, b, (s, t), e5m2),
+            lambda g, a, b, s, t: activations.silu_gated_grad_cast_transpose_amax(g, a, b, (s, t), e5m2),
             inputs=3,
             values=2,
             wide=True,
         ),
-        *_matrix(
-            "norm_cast_transpose_amax of an RMSNorm",
-            lambda x, s, d, w: k.norm_cast_transpose_amax(x, d, s, e4m3, weight=w, rounded=jnp.bfloat16),
-            inputs=1,
-            vectors=2,
-        ),
-        *_matrix(
-            "norm_cast_transpose_amax of a LayerNorm",
-            lambda x, s, d, m, w, b: k.norm_cast_transpose_amax(
-                x, d, s, e4m3, mean=m, weight=w, bias=b, rounded=jnp.bfloat16
-            ),
-            inputs=1,
-            vectors=4,
-        ),
+        *_matrix(f"{norm_casts.NAME} of an RMSNorm", norm_casts.cast, inputs=1, vectors=2),
+        *_matrix(f"{norm_casts.NAME} of a LayerNorm", norm_casts.cast, inputs=1, vectors=4),
         *_over_trees(),
     ]
 
@@ -285,12 +274,12 @@ def measure_split(name: str, spec: P) -> dict[str, Any]:
     """A kernel on a matrix split over eight devices, under plain jit; vectors of its rows and columns are whole."""
     m = aot.mesh(8, ("a", "b"), (4, 2))
     arguments = aot.spec(m, (SIDE, SIDE), jnp.bfloat16, spec), aot.spec(m, (), jnp.float32)
-    run, e4m3 = getattr(pallas_kernels, name), jnp.float8_e4m3fn
-    if name.startswith("norm"):
+    if name == norm_casts.NAME:
         vector = aot.spec(m, (SIDE,), jnp.float32)
-        compiled = aot.compile_for(lambda x, s, d, w: run(x, d, s, e4m3, weight=w), *arguments, vector, vector)
+        compiled = aot.compile_for(norm_casts.cast, *arguments, vector, vector)
     else:
-        compiled = aot.compile_for(lambda x, s: run(x, s, e4m3), *arguments)
+        run = functools.partial(pallas_kernels.cast_transpose_amax, dtype=jnp.float8_e4m3fn)
+        compiled = aot.compile_for(run, *arguments)
     report = aot.report(compiled)
     found = report["collectives"]
     small = sum(found.get("all-reduce", [])) <= 4 and set(found) <= {"all-reduce"}
@@ -378,7 +367,7 @@ def measure_all() -> dict[str, Any]:
         "widths": [row for n in LEAVES for row in measure_widths(n)],
         "split": [
             *(measure_split(CAST, spec) for spec in (P("a"), P("a", "b"), P(None, "b"), P(("a", "b")), P())),
-            *(measure_split(NORM, spec) for spec in (P("a"), P(None, "b"))),
+            *(measure_split(norm_casts.NAME, spec) for spec in (P("a"), P(None, "b"))),
         ],
     }
 

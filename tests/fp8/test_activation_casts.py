@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from helpers import assert_close, assert_same_program
 from jaxmp._src.base import ambient
-from jaxmp._src.fp8 import activations
+from jaxmp._src.fp8 import made as made_lib
 from pallas_kernels import backend as backends
 
 HAS_KERNELS = backends.why_no_kernels() is None
@@ -98,7 +98,7 @@ def trained(model):
 def kernels(f, *args):
     """What kernels of activations read in a program for an NVIDIA GPU: a list of types for each launch."""
     text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    calls = [line for line in text.splitlines() if "@mosaic_gpu" in line and "activation_cast_transpose" in line]
+    calls = [line for line in text.splitlines() if "@mosaic_gpu" in line and "computed_cast_transpose" in line]
     return [re.findall(r"tensor<(\w+)>", line.rsplit(" : ", 1)[1].split("->")[0]) for line in calls]
 
 
@@ -109,9 +109,9 @@ def made_of(function, dtype=jnp.float32):
     def trace(x, w, bias):
         with ambient.noting():
             h = function(x @ w + bias[None], x @ (2 * w))
-            found.append(activations.made_by_activation(h, (1,)))
+            found.append(made_lib.found(h, (1,)))
             made = found[-1]
-            vectors = [] if made is None else [v[None] for v in made.vectors]
+            vectors = [] if made is None else [v[None] for v in made.of_columns]
             return h, made and made.function(*made.tensors, *vectors).astype(h.dtype)
 
     rng = np.random.default_rng(1)
@@ -175,7 +175,7 @@ def test_without_kernels_the_program_is_that_of_before(name, monkeypatch):
     """XLA drops what only a kernel reads, and autocast rounds nothing for it."""
     run, state = trained(Mlp(FUNCTIONS[name][0]))
     got = jax.jit(run)(state, X)
-    monkeypatch.setattr(activations, "made_by_activation", lambda *args: None)
+    monkeypatch.setattr(made_lib, "found", lambda *args: None)
     jax.clear_caches()
     assert_same_program(got, jax.jit(lambda *args: run(*args))(state, X))
 
@@ -187,7 +187,7 @@ def test_the_numbers_are_those_of_the_activation_and_its_cast(name, interpreted)
     run, state = trained(Mlp(FUNCTIONS[name][0]))
     expected = jax.jit(run)(state, X)
     interpreted()
-    assert "activation_cast_transpose_amax" in str(jax.make_jaxpr(lambda *args: run(*args))(state, X))
+    assert "computed_cast_transpose_amax" in str(jax.make_jaxpr(lambda *args: run(*args))(state, X))
     got = jax.jit(lambda *args: run(*args))(state, X)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)

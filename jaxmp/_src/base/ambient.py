@@ -28,7 +28,7 @@ class Notes:
       fp8_matmuls: how many matmuls with fp8 scales were traced.
       unmoved_scales: the fp8 layers whose scales are not differentiated.
       gathered_params: `GatheredParams`, which trees of params were gathered from their parts.
-      arrays: what layers told of an array: how it was made, and which of them cast it (`fp8.told`).
+      arrays: what layers told of an array: which of them cast it (`fp8.told`).
     """
 
     fp8_matmuls: int = 0

@@ -72,8 +72,10 @@ def is_input(tracer: Any) -> bool:
 def equation_of(tracer: Any) -> tuple[Any, int] | None:
     """The equation that made a tracer in the function that is traced, with the place of the result; None: not known.
 
-    Its `invars` are tracers, too.
+    Its `invars` are tracers, too. Of a tracer that is differentiated it is the equation of its value.
     """
+    while hasattr(tracer, "primal"):
+        tracer = tracer.primal
     equation = getattr(tracer, "parent", None)
     places = [i for i, v in enumerate(getattr(equation, "outvars", ())) if v is getattr(tracer, "val", None)]
     return (equation, places[0]) if places else None

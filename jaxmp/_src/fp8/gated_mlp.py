@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base import compat, vmap_rules
 from jaxmp._src.devices import collectives, shardings
-from jaxmp._src.fp8 import gemms, matmul, norms, operands, padding, remat, scale_leaves, shared_scales
+from jaxmp._src.fp8 import gemms, made as made_lib, matmul, operands, padding, remat, scale_leaves, shared_scales
 from jaxmp._src.fp8.block_matmul import DimensionNumbers
 from jaxmp._src.fp8.first_derivatives import by_rule
 from jaxmp._src.fp8.gemms import Gemm, Quantized
@@ -104,7 +104,7 @@ def gated_mlp(
     made = None
     if not by_own_amax:  # x is cast with the scale of gate
         leaves[0] = shared_scales.leaf_for(scales.gate.lhs, (recipe, None), x)
-        made = norms.made_by_norm(x, (x.ndim - 1,))
+        made = made_lib.found(x, (x.ndim - 1,))
     arrays, treedef = jax.tree.flatten(made)
 
     def at_once(x: Array, gate: Array, up: Array, down: Array, *more: Array) -> Array:

@@ -20,7 +20,6 @@ from jaxmp._src.fp8 import (
     einsum,
     layers,
     matmul,
-    norms,
     recipes,
     scale_leaves,
     stored_kernels,
@@ -214,7 +213,6 @@ def leaves_of(module: Any) -> list[Array]:
 
 _FLAX_PROMOTES = nn.Dense(1).promote_dtype
 _BASES = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv)  # their calls are one matmul each
-_NORMS = (nn.LayerNorm, nn.RMSNorm)
 _WITH_WEIGHTS = (*_BASES, nn.Embed, nn.ConvTranspose, nn.OptimizedLSTMCell)
 _MARK = "jaxmp.fp8.layer:"
 
@@ -253,9 +251,6 @@ class _Interceptor:
             return out
         if method != "__call__":
             return next_fun(*args, **kwargs)
-        norm = next((cls for cls in _NORMS if isinstance(module, cls)), None)
-        if norm is not None and context.orig_method.func is norm.__call__.__wrapped__:
-            return _noted(module, next_fun(*args, **kwargs), args, kwargs)
         if isinstance(module, nn.OptimizedLSTMCell) and self._wants_gates(module):
             return _as(nn.LSTMCell, module)(*args, **kwargs)
         path = "/".join(module.path)
@@ -394,16 +389,6 @@ def _bias_of(base: Any, module: Any) -> Array | None:
     if module.is_initializing() or not module.use_bias or adds_itself:
         return None
     return nn.meta.unbox(module.get_variable("params", "bias"))
-
-
-def _noted(norm: Any, y: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a norm; the fp8 layers that read it may make its cast from the norm's input."""
-    if len(args) == 1 and kwargs.get("mask") is None and norm.force_float32_reductions and norms.is_plain(norm, *args):
-        params = nn.meta.unbox(norm.variables.get("params", {}))
-        of_columns = params.get("scale"), params.get("bias")
-        centers = isinstance(norm, nn.LayerNorm)
-        norms.note(y, norms.Made(args[0], *of_columns, norm.epsilon, centers, norm.use_fast_variance))
-    return y
 
 
 def _as(cls: Any, module: Any, **fields: Any) -> Any:

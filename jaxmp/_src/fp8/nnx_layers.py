@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxmp._src.base import by_identity
-from jaxmp._src.fp8 import call_order, chosen_layers, convolutions, einsum, layers as layers_lib, matmul, norms, recipes
+from jaxmp._src.fp8 import call_order, chosen_layers, convolutions, einsum, layers as layers_lib, matmul, recipes
 
 _DEFAULT = recipes.DelayedScaling()
 
@@ -186,36 +186,6 @@ class Fp8ConvGeneralDilated(nnx.Module):
         return self.dot_general(pixels, kernel, numbers, None, kwargs.get("preferred_element_type"))
 
 
-def _noted(norm: Any, y: Array, x: Any, mask: Any) -> Array:
-    """The result of a norm; the fp8 layers that read it may make its cast from the norm's input."""
-    if mask is None and norms.is_plain(norm, x):
-        of_columns = [None if p is None else p[...] for p in (norm.scale, getattr(norm, "bias", None))]
-        n_params = 2 if isinstance(norm, nnx.LayerNorm) else 1
-        x, *promoted = norm.promote_dtype((x, *of_columns[:n_params]), dtype=norm.dtype)
-        weight, bias = (*promoted, None)[:2]
-        norms.note(y, norms.Made(x, weight, bias, norm.epsilon, n_params == 2, norm.use_fast_variance))
-    return y
-
-
-class LayerNorm(nnx.LayerNorm):
-    """The class of flax's LayerNorms in a model with fp8 layers, which may compute its result in their cast."""
-
-    def __call__(self, x: Any, *, mask: Array | None = None) -> Array:
-        """As in flax."""
-        return _noted(self, super().__call__(x, mask=mask), x, mask)
-
-
-class RMSNorm(nnx.RMSNorm):
-    """The class of flax's RMSNorms in a model with fp8 layers, which may compute its result in their cast."""
-
-    def __call__(self, x: Any, mask: Array | None = None) -> Array:
-        """As in flax."""
-        return _noted(self, super().__call__(x, mask=mask), x, mask)
-
-
-_NORMS = {nnx.LayerNorm: LayerNorm, nnx.RMSNorm: RMSNorm}
-
-
 class _Kind(NamedTuple):
     """How a layer of nnx runs in fp8: the attribute that multiplies, what flax puts there, and what does in fp8."""
 
@@ -241,8 +211,7 @@ def to_fp8(
 
     Call it before `nnx.Optimizer`. Attention's projections are LinearGeneral layers, gates of LSTM and GRU cells are
     Linear layers. Layers with a dot_general or promote_dtype of their own keep it. A stack of layers, as `nnx.vmap`
-    makes it for `nnx.scan`, gets a stack of scales; its axes are the first of the kernel. The class of LayerNorm and
-    RMSNorm becomes a subclass, which tells the layers after them what they normalized.
+    makes it for `nnx.scan`, gets a stack of scales; its axes are the first of the kernel.
 
     Args:
       model: the module.
@@ -298,9 +267,6 @@ def to_fp8(
         converted.append(path)
     has_own = any(isinstance(module, Fp8DotGeneral) for _, module in modules)
     rule.warn(found, idle_only=not found or (has_own and not refused))
-    for _, module in modules if converted else ():
-        if type(module) in _NORMS:
-            object.__setattr__(module, "__class__", _NORMS[type(module)])
     return converted
 
 

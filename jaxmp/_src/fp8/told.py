@@ -1,9 +1,9 @@
-"""What the layers of a loss tell each other of an array: how it was made, and which of them cast it.
+"""What the layers of a loss tell each other of an array: which of them cast it.
 
-A layer gets an array, and cannot see what made it. So what made it tells it to the `Notes` of the loss, for this very
-array at this level of a trace. Nothing here keeps an array alive but the inputs of a norm, as long as its result lives.
+A layer gets an array, and cannot see who else does. So it tells the `Notes` of the loss, for this very array at this
+level of a trace. Nothing here keeps an array alive.
 
-An explicit operation for a norm and several kernels would do without, but only in models that are written with it. In a
+An explicit operation for several kernels would do without, but only in models that are written with it. In a
 plain model the notes save what no other part of the program can: MiB beside the GEMMs, forward and backward, compiled
 for H100, with the note and without it:
 
@@ -12,8 +12,6 @@ for H100, with the note and without it:
                      a `GatedMLP`, 4096 wide, and a Dense layer of one input             1280    1408
                      gate and up of 8 experts, 1024x1024                                  552     576
     converted_from   q, k and v of a float32 input, by policy, without a dtype           1824    2080
-    made             an RMSNorm before a Dense layer, 4096x4096                           738     866
-    casts and made   a transformer block, 2048 wide, on [4, 2048, 2048]                  6630    6886
 """
 
 import dataclasses
@@ -33,12 +31,10 @@ class Told:
 
     Attributes:
       converted_from: the array that a layer converted to its dtype.
-      made: how a norm made it (`norms.Made`).
       casts: for each layer that casts it first in its way: how, the other arrays that it reads, its scale leaf.
     """
 
     converted_from: weakref.ref | None = None
-    made: Any = None
     casts: list[tuple[Hashable, tuple[weakref.ref, ...], weakref.ref]] = dataclasses.field(default_factory=list)
 
 
