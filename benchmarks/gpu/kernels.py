@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from benchmarks.gpu import sections
+from benchmarks.gpu import models, sections
 from benchmarks.lib import trees
 from benchmarks.lib.timing import Bench, LeftOut, Variant, carried, copies_for
+from jaxmp._src.base import hardware
+from jaxmp._src.fp8 import cast_ways
 from pallas_kernels import backend as backends, moments, update
 
 TREE = "GPT-2 small"
+TABLE = dict(cast_ways.BY_KIND)  # as it is, before both ways are measured
 
 
 def copy(bench: Bench) -> None:
@@ -25,7 +28,14 @@ def copy(bench: Bench) -> None:
 
 
 def casts(bench: Bench) -> None:
-    """cast_transpose_amax: reads x once, writes it in fp8 in both orders, and finds the amax."""
+    """Both ways of the casts in the GEMMs of a layer; then cast_transpose_amax alone, beside XLA.
+
+    It reads x once, writes it in fp8 in both orders, and finds the amax.
+    """
+    rows, sides = (64, ((64, 64),)) if bench.tiny else (sections.ROWS, sections.SIDES)
+    for n_in, n_out in sides:
+        build = {way: functools.partial(_dense_in_way, rows, n_in, n_out, way) for way in cast_ways.WAYS}
+        bench.compare(sections.CAST_WAYS.format(rows, n_in, n_out), build)
     for side in (128,) if bench.tiny else (4096, 8192):
         for dtype in (jnp.float32, jnp.bfloat16):
 
@@ -42,6 +52,16 @@ def casts(bench: Bench) -> None:
                 return Variant(call, copies=copies, work={"bytes": side * side * (jnp.dtype(dtype).itemsize + 2.0)})
 
             _both(bench, sections.CASTS.format(side, jnp.dtype(dtype).name), variant)
+
+
+def _dense_in_way(rows: int, n_in: int, n_out: int, way: str) -> Variant:
+    """A Dense in fp8, forward and backward, whose tensors are cast in this way; it notes the way of the table."""
+    kind = hardware.gpu_kind()
+    table = TABLE.get(kind, cast_ways.ONE_PASS)
+    cast_ways.BY_KIND[kind] = way
+    jax.clear_caches()  # the program is traced at the first call
+    variant = models.dense_variant(rows, n_in, n_out, "fp8 delayed")
+    return variant._replace(notes=lambda: {**variant.notes(), "table": table})
 
 
 def tree(bench: Bench) -> None:

@@ -35,11 +35,12 @@ def dense(bench: Bench) -> None:
     """y = x w and both gradients, in bfloat16 outside the GEMMs: one Dense, then the other GEMMs of a layer."""
     rows, sides = (64, ((64, 64),)) if bench.tiny else (sections.ROWS, sections.SIDES)
     for n_in, n_out in sides:
-        build = {name: functools.partial(_dense, rows, n_in, n_out, name) for name in ("bf16", *RECIPES)}
+        build = {name: functools.partial(dense_variant, rows, n_in, n_out, name) for name in ("bf16", *RECIPES)}
         bench.compare(sections.DENSE.format(rows, n_in, n_out), build)
 
 
-def _dense(rows: int, n_in: int, n_out: int, precision: str) -> Variant:
+def dense_variant(rows: int, n_in: int, n_out: int, precision: str) -> Variant:
+    """One Dense, forward and backward."""
     call = functools.partial(jax.jit(functools.partial(both_passes, precision)), *operands(rows, n_in, n_out))
     notes = {"gemms_in": precision.split()[0]}
     return Variant(call, work={"flops": 6.0 * rows * n_in * n_out}, notes=lambda: notes)

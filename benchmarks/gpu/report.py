@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from benchmarks.gpu.sections import CASTS, DENSE, LAYER, OPTIMIZER, ROWS, SECTIONS, SIDES, STEPS
+from benchmarks.gpu.sections import CAST_WAYS, CASTS, DENSE, LAYER, OPTIMIZER, ROWS, SECTIONS, SIDES, STEPS
 from benchmarks.lib.record import BAD, LEFT_OUT, NO_TIME, PASSED, Record, run_of
 from benchmarks.lib.tables import README, ROOT, markdown, markers, with_versions, write_between
 
@@ -339,6 +339,8 @@ def answers(records: Sequence[Record], device: str) -> list[Answer]:
                 times = [r["us"] for v, r in others.items() if v.startswith(start)]
                 if times:
                     found.append(_beside(f"optimizer, fp16, beside {short_name}", min(times), row))
+        if what == CAST_WAYS.format(ROWS, *SIDES[0]) and variant == row["table"]:
+            found += _of_ways(rows, row)
         if what in (CASTS.format(8192, "float32"), CASTS.format(8192, "bfloat16")) and variant == "mosaic":
             beside = rows.get((what, "xla"))
             if beside:
@@ -359,6 +361,17 @@ def _of_many(
     first = both[0][1]
     speedup = None if first is both[0][0] else before / after
     return [Answer(f"{about}, {first['variant']}", f"{after / 1e3:.2f} ms", _of_peak(flops, first, device), speedup)]
+
+
+def _of_ways(rows: Mapping[tuple[str, str], dict[str, Any]], first: Mapping[str, Any]) -> list[Answer]:
+    """The 12 GEMMs of a layer with casts in the way of the table, beside the other way; none if a row is missing."""
+    table = first["table"]
+    other = next((v for w, v in rows if w == first["what"] and v != table), "")
+    whats = [CAST_WAYS.format(ROWS, *sides) for sides in SIDES]
+    if any((what, way) not in rows for what in whats for way in (table, other)):
+        return []
+    mine, others = (sum(rows[what, way]["us"] for what in whats) for way in (table, other))
+    return [_beside(f"12 GEMMs, casts in {table} (`fp8/cast_ways.py`), beside {other}", others, {"us": mine})]
 
 
 def _of_step(kind: str, row: dict[str, Any], bf16: dict[str, Any] | None, device: str) -> list[Answer]:

@@ -43,7 +43,7 @@ SECTIONS = {
     # What do the optimizer, copies and casts cost?
     "copy": Section("benchmarks.gpu.kernels:copy", "the bandwidth of a large copy", 20.0, 20.0),
     "optimizer": Section("benchmarks.gpu.optimizer:optimizer", "the optimizer's side of a step", 90.0),
-    "casts": Section("benchmarks.gpu.kernels:casts", "casts with transpose and amax beside XLA", 45.0, 30.0),
+    "casts": Section("benchmarks.gpu.kernels:casts", "casts in one pass beside a cast and XLA's transpose", 75.0, 30.0),
     # The rest
     "correctness": Section("benchmarks.gpu.correctness:correctness", "each kernel against NumPy", 110.0, 25.0),
     "tree": Section("benchmarks.gpu.kernels:tree", "kernels over all leaves beside XLA and torch", 110.0),
@@ -78,4 +78,5 @@ LAYER = "training step of a Llama layer, width {}"
 STEP = "training step of a {}, {} layers of width {}"
 STEPS = {kind: STEP.format(kind, 2, 4096) for kind in ("GPT", "Llama")}
 OPTIMIZER = "optimizer step, GPT-2 small"
+CAST_WAYS = "casts of a Dense {}x{}x{}, forward and backward"
 CASTS = "cast_transpose_amax, {0}x{0} {1}"

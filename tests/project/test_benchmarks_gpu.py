@@ -554,6 +554,15 @@ def test_the_short_table_answers_what_a_reader_asks_first(tmp_path):
     assert fp8.measured == "200.0 ms, 40.0 k tokens/s, 2.0 GiB" and fp8.of_peak == pytest.approx(0.5)
     assert by_hand.of_peak == pytest.approx(0.9) and casts.of_peak == pytest.approx(0.5)
     assert casts.measured.startswith("slower") and by_optax.measured.startswith("faster")
+    # Both ways of the casts: the one of the table beside the other, which is faster here.
+    ways = []
+    for i, sides in enumerate(gpu_sections_table.SIDES):
+        what = gpu_sections_table.CAST_WAYS.format(8192, *sides)
+        ways += [row(what, way, us=us + i, table="one pass") for way, us in (("one pass", 90.0), ("two passes", 80.0))]
+    (way,) = report.answers(stored(tmp_path / "ways", casts=ways), device)
+    assert way.what == "12 GEMMs, casts in one pass (`fp8/cast_ways.py`), beside two passes"
+    assert way.measured == "slower: 366 us, the other 326 us" and way.speedup == pytest.approx(326 / 366)
+    assert report.answers(stored(tmp_path / "one way", casts=ways[:-1]), device) == []
     # Without one of the 12 there is no sum, here of fp8.
     fewer = stored(tmp_path / "fewer", dense=gemms[:-1])
     assert [a.what.split(",")[0] for a in report.answers(fewer, device)] == ["Dense 4096x4096"] * 2 + [

@@ -8,6 +8,7 @@ file assumes the oldest GPU of this machine, or Hopper if there is none.
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import lax
 
 from pallas_kernels import backend
@@ -48,6 +49,14 @@ def _why_not(first: float, what: str, generation: str) -> str | None:
     if capability < first:
         return f"{what} compute capability {first} ({generation}); a GPU here has {capability}"
     return None
+
+
+def gpu_kind() -> str | None:
+    """The name of the first GPU of this machine, such as "NVIDIA H100 80GB HBM3"; None without a GPU."""
+    try:
+        return jax.devices("cuda")[0].device_kind
+    except RuntimeError:
+        return None
 
 
 def _oldest_gpu() -> float:

@@ -1,6 +1,7 @@
 """Casts the tensors of an fp8 layer once with the scale of a leaf; also transposed, if all three GEMMs run.
 
-On an NVIDIA GPU a kernel reads each tensor once and writes it in fp8 in both forms, which the GEMMs read (`gemms`).
+On an NVIDIA GPU a kernel reads each tensor once and writes it in fp8 in both forms, which the GEMMs read (`gemms`),
+unless a table says that two passes are faster there (`cast_ways`).
 Elsewhere, for other shapes, on meshes with explicit axes and under vmap, XLA casts and transposes; the numbers are the
 same. The kernel always writes both forms, so jaxmp uses it only in the forward pass of a differentiated function:
 without a gradient, no GEMM reads the transposed form.
@@ -22,7 +23,7 @@ from jaxtyping import Array
 
 from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives
-from jaxmp._src.fp8 import gemms, padding, remat, scale_equations, scale_leaves, stored_kernels
+from jaxmp._src.fp8 import cast_ways, gemms, padding, remat, scale_equations, scale_leaves, stored_kernels
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.fp8.made import Made
 from jaxmp._src.fp8.padding import Zeros
@@ -217,7 +218,8 @@ def _both_ways(plan: passes.Pass, activation: str | None) -> Callable[..., Any]:
     def both(x: Array, *others: Array) -> list[Array]:
         if len(others) > 1:
             return passes.run_or(plan, by_xla, others, unread=(x,))
-        return passes.run_or(plan, by_xla, (x, *others))
+        in_kernel = plan.compute is not None or cast_ways.chosen() == cast_ways.ONE_PASS
+        return passes.run_or(plan, by_xla, (x, *others), backend="auto" if in_kernel else "xla")
 
     @both.def_vmap
     def both_of_batch(axis_size: int, in_batched: Sequence[bool], x: Array, *others: Array) -> Any:
