@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from helpers import assert_close
@@ -154,6 +155,19 @@ def test_by_autocast_the_kernel_reads_what_arrives(name):
     """The loss is traced in float32; a bfloat16 input of the norm is not widened for the kernel."""
     found = kernels(*trained(MODELS[name][0], policy="fp8"), X)
     assert [reads[0] for reads in found] == ["64x64xbf16"] * 2
+
+
+@pytest.mark.thorough(1)
+@needs_kernels
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_shard_map(check_vma):
+    """Each device's kernel reads its own rows, their numbers, and the vectors that all devices have."""
+    run, params = trained(MODELS["layer"][0])
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": check_vma}
+    split = jax.shard_map(lambda params, x: run(params, x)[0][None], mesh=mesh, **specs)
+    found = kernels(split, params, jnp.concatenate([X, X]))
+    assert found == [["64x64xbf16", *["64xf32"] * 4, "1xf32"]] * 2
 
 
 @pytest.mark.optimized  # the last bit of a sum decides a rounding

@@ -10,13 +10,13 @@ norm of any framework is found. A kernel computes the cast from these, in float3
 before the cast. Then nothing else reads the array, and XLA does not write it. Its derivative stays the model's own.
 
 Without the kernel XLA writes the array, and for some functions a part of it for the derivative, and the cast reads it
-again. A function inside of `jax.vmap` has no equations; there the layer casts the array itself.
+again. A layer inside of `jax.vmap` casts the array itself.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -264,23 +264,27 @@ def _is_in(value: Any, values: Sequence[Any]) -> bool:
     return any(value is x for x in values)
 
 
+def _source(value: Any, names: Collection[str]) -> Any:
+    """What an equation of one of these names took the numbers of `value` from, without a rounding; None if none did."""
+    made = compat.equation_of(value)
+    if made is None or made[0].primitive.name not in names:
+        return None
+    source = made[0].invars[0]
+    is_float = jnp.issubdtype(source.dtype, jnp.floating)
+    keeps = is_float and (source.dtype == value.dtype or source.dtype.itemsize < value.dtype.itemsize)
+    return source if keeps else None
+
+
 def _origin(value: Any, *, any_size: bool = False) -> Any:
-    """The first array with the numbers of `value` in its order, perhaps in another dtype and shape."""
-    while (made := compat.equation_of(value)) is not None and made[0].primitive.name in _SAME_ORDER:
-        source = made[0].invars[0]
-        if not any_size and source.size != value.size:
-            break
+    """The first array with the numbers of `value` in its order."""
+    while (source := _source(value, _SAME_ORDER)) is not None and (any_size or source.size == value.size):
         value = source
     return value
 
 
 def _stored(value: Any) -> Any:
-    """The array that `value` is, in the narrowest dtype that it has on the way."""
-    while (made := compat.equation_of(value)) is not None and made[0].primitive.name in _SAME_NUMBERS:
-        source = made[0].invars[0]
-        is_float = jnp.issubdtype(source.dtype, jnp.floating)
-        if not is_float or jnp.promote_types(source.dtype, value.dtype) != value.dtype:
-            break
+    """The first array that is `value`, perhaps in a narrower dtype."""
+    while (source := _source(value, _SAME_NUMBERS)) is not None:
         value = source
     return value
 
@@ -308,10 +312,10 @@ def _repeated(value: Any, shape: tuple[int, ...]) -> tuple[int, Any] | None:
     if value.ndim != len(shape):
         return None
     while value.shape == shape:
-        made = compat.equation_of(value)
-        if made is None or made[0].primitive.name not in (*_SAME_NUMBERS, "broadcast_in_dim"):
+        made, source = compat.equation_of(value), _source(value, _SAME_NUMBERS | {"broadcast_in_dim"})
+        if made is None or source is None:
             return None
-        axes, value = made[0].params.get("broadcast_dimensions", axes), made[0].invars[0]
+        axes, value = made[0].params.get("broadcast_dimensions", axes), source
     varies = {axis for axis, side in zip(axes, value.shape, strict=True) if side > 1}
     if varies <= {last} and value.size == shape[-1]:
         return _OF_COLUMNS, _origin(value)
