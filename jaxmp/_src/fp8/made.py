@@ -138,10 +138,13 @@ def found(h: Array, summed: Sequence[int]) -> Made | None:
     except _NotFound:
         return None
     tensors, of_rows, of_columns = map(tuple, search.arguments)
-    is_norm = len(tensors) == 1 and _is_in(tensors[0], search.normalized)
-    if not tensors or not (is_norm or any(name in _CURVED for name, _ in search.steps)):
+    is_norm = any(_is_in(x, search.normalized) for x in tensors)
+    is_curved = any(name in _CURVED for name, _ in search.steps)
+    if not tensors or not (is_curved or (is_norm and len(tensors) == 1)):
         return None  # a sum of results is read for other reasons, too
-    return Made(tensors, of_rows, of_columns, search.function(), of_products=not is_norm and not of_rows)
+    if of_rows and not is_norm:
+        return None  # a softmax: its derivative reads the result
+    return Made(tensors, of_rows, of_columns, search.function(), of_products=not is_norm)
 
 
 class _NotFound(Exception):
