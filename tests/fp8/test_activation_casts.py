@@ -1,7 +1,5 @@
 """An activation before an fp8 layer is computed in the pass that casts its result, by a kernel; the numbers stay."""
 
-import re
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from computed_casts import computed_casts
 from helpers import assert_close, assert_same_program
 from jaxmp._src.base import ambient
 from jaxmp._src.fp8 import made as made_lib
@@ -44,7 +43,8 @@ FUNCTIONS = {  # of (a, b); the tensors that a kernel reads, None: it reads the 
     "a choice": (lambda a, b: jnp.where(a > 0, a, b), None),
     "softmax": (lambda a, b: nn.softmax(a), None),
     "float16 between": (lambda a, b: GELU(a).astype(jnp.float16).astype(a.dtype), None),
-    "three tensors": (lambda a, b: SILU(a) * b * (a @ jnp.ones((SIDE, SIDE))), None),
+    "three tensors": (lambda a, b: SILU(a) * b * (a @ jnp.ones((SIDE, SIDE))), 3),
+    "four tensors": (lambda a, b: SILU(a) * b * (a @ jnp.ones((SIDE, SIDE))) * (b @ jnp.eye(SIDE)), None),
     "no product": (lambda a, b: GELU(jnp.cumsum(a, axis=-1)), None),
     "turned": (lambda a, b: GELU(jnp.swapaxes(a, 0, 1)).reshape(a.shape), None),
 }
@@ -95,13 +95,6 @@ def trained(model):
     return run, state
 
 
-def kernels(f, *args):
-    """What kernels of activations read in a program for an NVIDIA GPU: a list of types for each launch."""
-    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    calls = [line for line in text.splitlines() if "@mosaic_gpu" in line and "computed_cast_transpose" in line]
-    return [re.findall(r"tensor<(\w+)>", line.rsplit(" : ", 1)[1].split("->")[0]) for line in calls]
-
-
 def made_of(function, dtype=jnp.float32):
     """(how `function` of two products made its result; the function of a kernel, as jax computes it)."""
     found = []
@@ -111,7 +104,9 @@ def made_of(function, dtype=jnp.float32):
             h = function(x @ w + bias[None], x @ (2 * w))
             found.append(made_lib.found(h, (1,)))
             made = found[-1]
-            vectors = [] if made is None else [v[None] for v in made.of_columns]
+            vectors = (
+                [] if made is None else [v.reshape(-1, 1) for v in made.of_rows] + [v[None] for v in made.of_columns]
+            )
             return h, made and made.function(*made.tensors, *vectors).astype(h.dtype)
 
     rng = np.random.default_rng(1)
@@ -137,9 +132,22 @@ def test_a_kernel_reads_the_products(name):
     """They are as the matmul wrote them, in bfloat16, and the biases in float32."""
     function, tensors = FUNCTIONS[name]
     for use_bias in (True, False):
-        (found,) = kernels(*trained(Mlp(function, use_bias)), X)
+        (found,) = computed_casts(*trained(Mlp(function, use_bias)), X)
         assert found[:tensors] == ["64x64xbf16"] * tensors
         assert ("64xf32" in found) == (use_bias or name == "scaled by a vector")
+
+
+GRADIENTS = {"gelu": [2], "swiglu": [2, 3], "geglu": [2, 3], "tanh": [2], "relu squared": []}  # relu's is a choice
+
+
+@pytest.mark.thorough(2)
+@needs_kernels
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_kernel_of_a_gradient_reads_that_of_the_result_and_the_products(name):
+    """So the gradients of the products are not written in bfloat16."""
+    run, state = trained(Mlp(FUNCTIONS[name][0]))
+    found = computed_casts(run, state, X, backward=True)
+    assert sorted(types.count("64x64xbf16") for types in found) == GRADIENTS[name]
 
 
 VMAPPED = nn.vmap(Mlp, variable_axes={"params": None}, split_rngs={"params": False})
@@ -149,8 +157,8 @@ VMAPPED = nn.vmap(Mlp, variable_axes={"params": None}, split_rngs={"params": Fal
 @needs_kernels
 @pytest.mark.parametrize(("cls", "count"), [(nn.remat(Mlp), 2), (VMAPPED, 0)])
 def test_under_transformations(cls, count):
-    """A block under remat runs twice; under vmap the layer casts the result."""
-    assert len(kernels(*trained(cls(FUNCTIONS["gelu"][0])), X)) == count
+    """A block under remat runs twice; under vmap the layer casts the result, and its gradient is outside of vmap."""
+    assert len(computed_casts(*trained(cls(FUNCTIONS["gelu"][0])), X)) == count
 
 
 @needs_kernels
@@ -165,7 +173,7 @@ def test_in_nnx():
         loss = lambda model, x: jnp.sum(model(x).astype(jnp.float32) ** 2)  # noqa: E731
         return jaxmp.nnx.value_and_grad(loss)(model, x, opt_state=optimizer)
 
-    (found,) = kernels(run, state, X)
+    (found,) = computed_casts(run, state, X)
     assert found[:2] == ["64x64xbf16"] * 2
 
 
@@ -207,6 +215,6 @@ def test_in_shard_map(check_vma):
     specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": check_vma}
     split = jax.shard_map(lambda state, x: run(state, x)[0][None], mesh=mesh, **specs)
     both = jnp.concatenate([X, X])
-    assert len(kernels(split, state, both)) == 1
-    (found,) = kernels(lambda state, x: run(state, x)[0], state, both)
+    assert len(computed_casts(split, state, both)) == 1
+    (found,) = computed_casts(lambda state, x: run(state, x)[0], state, both)
     assert found[:2] == ["128x64xbf16"] * 2

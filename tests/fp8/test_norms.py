@@ -1,7 +1,6 @@
 """A norm before fp8 layers is computed in the pass that casts its result, by a kernel; the numbers stay the same."""
 
 import functools
-import re
 
 import equinox as eqx
 import flax.linen as nn
@@ -15,6 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from computed_casts import computed_casts
 from helpers import assert_close
 from jaxmp._src.base import ambient
 from jaxmp._src.fp8 import made as made_lib
@@ -134,18 +134,11 @@ def trained(model, policy=None):
     return lambda params, x: grad_fn(params, x, opt_state=TX.init(params)), params
 
 
-def kernels(f, *args):
-    """The tensors that kernels of norms read in a program for an NVIDIA GPU: a list of types for each launch."""
-    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    calls = [line for line in text.splitlines() if "@mosaic_gpu" in line and "computed_cast_transpose_amax" in line]
-    return [re.findall(r"tensor<(\w+)>", line.rsplit(" : ", 1)[1].split("->")[0]) for line in calls]
-
-
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_which_norms_a_kernel_computes(name):
     model, count = MODELS[name]
-    assert len(kernels(*trained(model), X)) == (count if HAS_KERNELS else 0)
+    assert len(computed_casts(*trained(model), X)) == (count if HAS_KERNELS else 0)
 
 
 @pytest.mark.thorough(1)
@@ -153,7 +146,7 @@ def test_which_norms_a_kernel_computes(name):
 @pytest.mark.parametrize("name", ["rms", "float32 norm"])
 def test_by_autocast_the_kernel_reads_what_arrives(name):
     """The loss is traced in float32; a bfloat16 input of the norm is not widened for the kernel."""
-    found = kernels(*trained(MODELS[name][0], policy="fp8"), X)
+    found = computed_casts(*trained(MODELS[name][0], policy="fp8"), X)
     assert [reads[0] for reads in found] == ["64x64xbf16"] * 2
 
 
@@ -166,7 +159,7 @@ def test_in_shard_map(check_vma):
     mesh = jax.sharding.Mesh(jax.devices()[:2], "data")
     specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": check_vma}
     split = jax.shard_map(lambda params, x: run(params, x)[0][None], mesh=mesh, **specs)
-    found = kernels(split, params, jnp.concatenate([X, X]))
+    found = computed_casts(split, params, jnp.concatenate([X, X]))
     assert found == [["64x64xbf16", *["64xf32"] * 4, "1xf32"]] * 2
 
 
@@ -210,7 +203,7 @@ def test_in_nnx(norm):
         grad_fn = jaxmp.nnx.value_and_grad(lambda model, x: jnp.mean(model(x).astype(jnp.float32) ** 2))
         return grad_fn(nnx.merge(graph, state), x, opt_state=TX.init(state))
 
-    assert [reads[0] for reads in kernels(run, state, X)] == (["64x64xbf16"] if HAS_KERNELS else [])
+    assert [reads[0] for reads in computed_casts(run, state, X)] == (["64x64xbf16"] if HAS_KERNELS else [])
 
 
 WEIGHT = jnp.linspace(0.5, 1.5, SIDE)

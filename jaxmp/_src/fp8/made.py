@@ -2,8 +2,9 @@
 
     h = f(a)    or    h = f(a, b)                   gelu(a), relu(a)^2, silu(a) b
     y = (x - mean) rsqrt(var + eps) w + bias        a norm; RMSNorm has no mean
+    da = dh f'(a)                                   the gradient of an activation, which the layer before casts
 
-In a program that is traced, the equations say how the array was made: an elementwise function of one or two tensors
+In a program that is traced, the equations say how the array was made: an elementwise function of up to three tensors
 that are in memory anyway, of a number for each row, and of vectors along the last axis. The tensors are results of
 matmuls, or those of whose rows a norm takes statistics; the numbers and vectors are whatever the model computed. So any
 norm of any framework is found. A kernel computes the cast from these, in float32, and rounds to the dtype of the array
@@ -32,13 +33,14 @@ from jaxmp._src.base.by_identity import ByIdentity
 from jaxmp._src.programs import jaxprs
 from pallas_kernels import passes, reference
 
-_MOST_STEPS = 24  # one for each arithmetic operation of the kernel
-_MOST_TENSORS = 2
+_MOST_STEPS = 48  # one for each arithmetic operation of the kernel
+_MOST_TENSORS = 3  # the gradient of silu(a) b by a is of these two and of that of the result
 _MOST_VALUES = 64  # that are looked at
 
 # The operations that Mosaic computes, on float32 tiles.
 _LINEAR: dict[str, Callable[..., Any]] = {
     "add": lambda a, b: a + b,
+    "add_any": lambda a, b: a + b,  # of gradients
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a * b,
     "div": lambda a, b: a / b,
@@ -53,6 +55,7 @@ _CURVED: dict[str, Callable[..., Any]] = {
     "max": jnp.maximum,
     "min": jnp.minimum,
     "square": lambda a: a * a,
+    "one_minus_square": lambda a: 1 - a * a,  # the derivative of tanh
     "integer_pow 2": lambda a: a * a,
     "integer_pow 3": lambda a: a * a * a,
 }
@@ -61,6 +64,7 @@ _CALLS = ("jit", "pjit", "custom_jvp_call")
 _SAME_NUMBERS = jaxprs.HANDS_ON | {"convert_element_type"}
 _SAME_ORDER = _SAME_NUMBERS | {"reshape", "squeeze", "broadcast_in_dim"}  # while the size stays
 _PRODUCTS = ("dot_general", vmap_rules.NAME)
+PRODUCT = "jaxmp.product"  # names the results of matmuls in fp8 where they are differentiated
 _ROOTS = {"rsqrt", "sqrt", "pow"}
 
 _TENSORS, _OF_ROWS, _OF_COLUMNS = range(3)  # the kinds of arguments, in their order
@@ -106,7 +110,7 @@ class Made:
     function: Function = dataclasses.field(metadata={"static": True})
     of_products: bool = dataclasses.field(metadata={"static": True})
 
-    def plan(self, dtype: Any, rounded: Any, rows: int) -> passes.Pass:
+    def plan(self, dtype: Any, rounded: Any, rows: int, *, sums: bool = False) -> passes.Pass:
         """The pass that casts the array, which has the dtype `rounded`, to the fp8 `dtype`."""
         return passes.Pass(
             name="computed_cast_transpose_amax",
@@ -116,6 +120,7 @@ class Made:
             dtype=jnp.dtype(dtype),
             wide_dtype=None,
             rows=rows,
+            sums=sums,
             of_rows=len(self.of_rows),
             of_columns=len(self.of_columns),
             rounded=jnp.dtype(rounded),
@@ -299,7 +304,7 @@ def _product(value: Any) -> Any:
         return None
     equation, _ = made
     name = equation.primitive.name
-    if name in _PRODUCTS:
+    if name in _PRODUCTS or (name == "name" and equation.params["name"] == PRODUCT):
         return value
     if name not in _SAME_NUMBERS and name != "reshape":
         return None

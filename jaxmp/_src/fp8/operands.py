@@ -97,7 +97,7 @@ def quantize_and_sum(
                 plan = _plan(dtype, rows, activation, in_kernel)
                 found = _both_ways(plan, activation)(padded, scale)
             else:
-                found = _both_ways(made.plan(dtype, x.dtype, rows), None)(x, *made.arguments(), scale)
+                found = _both_ways(made.plan(dtype, x.dtype, rows, sums=in_kernel), None)(x, *made.arguments(), scale)
             values, transposed, observed = found[:3]
             sums = found[3] if in_kernel else None
         if summed is not None and not in_kernel:

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from jaxmp._src.fp8 import gemms, operands
+from jaxmp._src.fp8 import gemms, made as made_lib, operands
 from jaxmp._src.fp8.first_derivatives import by_rule
 from jaxmp._src.fp8.gemms import Gemm
 from jaxmp._src.fp8.made import Made
@@ -65,6 +66,7 @@ class _Matmul(NamedTuple):
         x = recipe.cast(gemm, "lhs", lhs, recipe.narrow("lhs"), leaf=lhs_leaf, made=made)
         w = recipe.cast(gemm, "rhs", rhs, recipe.narrow("rhs"), leaf=rhs_leaf)
         out = gemms.multiplied(gemms.fprop(gemm), x.of["fprop"], w.of["fprop"], recipe.multiply)
+        out = checkpoint_name(out, made_lib.PRODUCT)
         before = None if gemm.activation is None else lhs
         kept_x = x.of["wgrad"] if recipe.wgrad is None else lhs
         kept_w = w.of["dgrad"] if recipe.dgrad is None else (rhs, rhs_leaf)
@@ -76,7 +78,8 @@ class _Matmul(NamedTuple):
         gemm, recipe = self.gemm, self.gemm.recipe
         narrow = recipe.narrow("grad")
         if narrow:
-            g = recipe.cast(gemm, "grad", grad, narrow, leaf=leaf, seed=seed)
+            made = None if gemm.batch[0] else made_lib.found(grad, gemms.dgrad(gemm).contract[0])
+            g = recipe.cast(gemm, "grad", grad, narrow, leaf=leaf, made=made, seed=seed)
         else:
             g = operands.not_cast(gemm, grad, leaf)
         if recipe.dgrad is None:
@@ -91,6 +94,7 @@ class _Matmul(NamedTuple):
         if gemm.activation is not None:
             with jax.named_scope(f"jaxmp.fp8_{gemm.activation}_grad"):
                 d_lhs = operands.activation_gradient(d_lhs, before, gemm.activation)
+        d_lhs = checkpoint_name(d_lhs, made_lib.PRODUCT)
         d_bias = None if g.sums is None else g.sums.astype(gemm.bias_dtype)
         amaxes = None if g.amax is None else Scales(lhs_amax, rhs_amax, g.amax)
         no_gradient = None if seed is None else np.zeros(seed.shape, jax.dtypes.float0)

@@ -207,7 +207,7 @@ class DelayedScaling(_TensorScaling):
         if role == "grad":
             summed = None if gemm.bias_dtype is None else gemm.ndims[0] - len(gemm.contract[0])
             q, amax, sums = operands.quantize_and_sum(
-                gemm, x, leaf, gemm.backward_dtype, rows=rows, zeros=gemm.out_zeros, summed=summed
+                gemm, x, leaf, gemm.backward_dtype, rows=rows, zeros=gemm.out_zeros, summed=summed, made=made
             )
             return Cast(dict.fromkeys(products, q), amax, sums)
         if role == "rhs":

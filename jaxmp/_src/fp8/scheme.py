@@ -119,7 +119,7 @@ class Recipe:
           x: the tensor in its own dtype.
           products: the names of one or both products that read it.
           leaf: its scale leaf; None without state.
-          made: how a norm or an activation made lhs, if one did.
+          made: what made lhs or the gradient, if a kernel can compute it.
           seed: uint32[2] for the gradient of a recipe that rounds at random.
         """
         raise NotImplementedError
