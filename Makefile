@@ -14,7 +14,7 @@
 #   make autocast   530 public functions of JAX under autocast and every transformation, beside float32
 #   make corruption 1,000 damages of a saved checkpoint, none of which may be restored in silence
 #   make kills      50 kills of a job in its steps, saves and restores, and 50 with other devices in each life
-#   make pairs      115 small jobs in which every pair of features meets, interrupted, restored, beside one device
+#   make pairs      115 small jobs in which every pair of features meets, interrupted, restored in another process
 #   make bench      time a step and its compilation on this CPU, beside other libraries
 #   make h100       compile for H100 without having one, and count bytes and launches
 #   make gpu        tests and times on this GPU, under 8 minutes; a second call goes on: PYTHON has to have jax for CUDA

@@ -50,8 +50,8 @@ def test_a_job_that_goes_another_way_is_seen(monkeypatch):
 def test_a_restored_state_with_other_bits_is_seen(monkeypatch):
     restored = pairs._restored
 
-    def hurt(job, state):
-        params, opt_state = restored(job, state)
+    def hurt(*job):
+        params, opt_state = restored(*job)
         return {**params, "first": {"w": np.nextafter(params["first"]["w"], np.float32(9))}}, opt_state
 
     monkeypatch.setattr(pairs, "_restored", hurt)
