@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.training import train_state
@@ -124,6 +125,24 @@ def test_modules_go_on_in_three_lines(wrt, tmp_path):
         for one, two in zip(job, other, strict=True):
             assert_same(*(jax.tree.leaves(nnx.as_pure(nnx.state(x))) for x in (two, one)))
         step(*job), step(*other)
+
+
+def test_modules_that_hold_arrays_of_numpy_are_given_others_in_their_place(tmp_path):
+    """The count of steps was written into the array that was there: into another job's, or it was an error."""
+
+    def job(seed):
+        model = nnx.Linear(4, 2, rngs=nnx.Rngs(seed))
+        return model, jaxmp.nnx.Optimizer(model, make_tx(), wrt=nnx.Param, policy=POLICY)
+
+    old, (graphdef, state) = job(0), nnx.split(job(1))
+    old[1].step.set_value(jnp.uint32(3))
+    held = jax.tree.map(np.array, state)
+    arrays = jax.tree.leaves(held)
+    with checkpoint.manager(tmp_path) as steps:
+        checkpoint.save_job(steps, 0, old)
+        found = checkpoint.restore_job(steps, nnx.merge(graphdef, held)).job
+    assert_moved(arrays, [np.asarray(x) for x in jax.tree.leaves(state)])
+    assert_moved(*(jax.tree.map(np.asarray, nnx.as_pure(nnx.state(x))) for x in (found, old)))
 
 
 def test_what_is_no_job_and_what_is_not_in_the_checkpoint(tmp_path):
@@ -265,6 +284,35 @@ def test_a_step_may_be_a_scalar_of_jax_and_extra_holds_numbers_only(tmp_path):
         with pytest.raises(ValueError, match="holds arrays and numbers; got str at position"):
             checkpoint.restore_job(steps, state, extra={"position": "0"})
         assert checkpoint.restore_job(steps, state, extra={"position": 0}).extra == {"position": 2**40}
+
+
+@pytest.mark.parametrize("step", [3, jnp.int32(3)], ids=["number", "array"])
+def test_a_train_state_that_orbax_saved_goes_on(step, tmp_path):
+    """Of a job that never knew jaxmp; the error spoke of a tree `job`, and of extra=, which nobody passed."""
+    plain = {"apply_fn": None, "params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.ones(3)}, "key": None}
+    old = PlainWithStats.create(tx=optax.adam(1e-2), **plain).replace(step=step)
+    with ocp.CheckpointManager(tmp_path) as steps:
+        steps.save(7, args=ocp.args.StandardSave(old))
+    fresh = {"params": {"w": jnp.zeros(2)}, "batch_stats": {"mean": jnp.zeros(3)}}
+    new = WithStats.create(tx=jaxmp.mixed_precision(optax.adam(1e-2), "bf16"), policy="bf16", **plain | fresh)
+    for extra in ({}, None):
+        last, found, others, _ = checkpoint.restore_job(tmp_path, new, extra=extra)
+        assert (last, others) == (7, {})
+        assert_moved(found.step, jnp.int32(3) + jnp.zeros_like(new.step))
+        assert_moved(found.batch_stats, old.batch_stats)
+        assert_exact(found.params, {"w": jnp.ones(2, jnp.bfloat16)})
+    assert checkpoint.restore_job(tmp_path, PlainWithStats.create(tx=optax.adam(1e-2), **plain)).job.step == 3
+
+
+def test_a_step_without_the_rest_of_a_job_is_named(tmp_path):
+    state = linen_job(WithStats, 0)
+    with checkpoint.manager(tmp_path) as steps:
+        checkpoint.save(steps, 0, params=state.params, opt_state=state.opt_state)
+        with pytest.raises(ValueError, match=r"has opt_state, params, and not the batch_stats, key, step of the job"):
+            checkpoint.restore_job(steps, state)
+        found = checkpoint.restore_job(steps, state.replace(params=linen_job(WithStats, 1).params), partial="job/*")
+    assert_moved(found.job.params, state.params)
+    assert found.report.fresh == ("job/batch_stats/norm/mean", "job/batch_stats/norm/var", "job/key", "job/step")
 
 
 def test_without_extra_all_of_it_comes_back_and_an_error_has_no_pages_behind_it(tmp_path):

@@ -117,7 +117,9 @@ def restore_job(
     partial: str | Sequence[str] = (),
     moments: str = partial_lib.SAME,
 ) -> RestoredJob:
-    """Restores what `save_job` saved into a new job. If nothing was saved yet, the job stays as given.
+    """Restores what `save_job` saved, or a TrainState that Orbax saved, into a new job.
+
+    If nothing was saved yet, the job stays as given.
 
         with jaxmp.checkpoint.manager(directory) as steps:
             last, state, extra, _ = jaxmp.checkpoint.restore_job(steps, state, extra={"position": 0})
@@ -159,10 +161,18 @@ def restore_job(
         source.wait_until_finished()
         if source.latest_step() is None:
             return RestoredJob(None, job, dict(extra or {}))
-    saved = {} if extra is not None and not parts.has_frozen else save_restore.descriptions(source, step)
+    saved, rest = save_restore.descriptions(source, step), parts.rest
+    is_flat = _REST not in saved and rest.keys() <= saved.keys()  # a TrainState that Orbax saved
+    if rest and _REST not in saved and not is_flat and not tree_paths.patterns_of(partial):
+        raise ValueError(
+            f"a job is restored from what save_job saved, or from a TrainState that Orbax saved; this checkpoint has "
+            f"{', '.join(sorted({*saved, 'opt_state'}))}, and not the {', '.join(sorted(rest.keys() - saved.keys()))} "
+            f"of the job. jaxmp.checkpoint.restore takes params and opt_state alone; with partial={f'{_REST}/*'!r} the "
+            f"rest stays as in the job."
+        )
     if extra is None:
-        extra = {name: tree for name, tree in saved.items() if name not in ("params", _REST)}
-    rest = parts.rest
+        of_job = ("params", _REST, *(rest if is_flat else ()))
+        extra = _full({name: tree for name, tree in saved.items() if name not in of_job})
     if parts.has_frozen:
         model = tree_paths.leaves_by_path(saved.get(_REST, {}).get("model", {}))
         _check_weights(rest["model"], model, tree_paths.leaves_by_path(saved.get("params", {})))
@@ -173,14 +183,14 @@ def restore_job(
         source,
         parts.tx,
         params=parts.params,
-        extra=_with_rest(extra, rest),
+        extra={**extra, **rest} if is_flat else _with_rest(extra, rest),
         step=step,
         layout=layout,
         partial=partial,
         moments=moments,
     )
     found = dict(restored.extra)
-    new = parts.put(restored, found.pop(_REST, {}))
+    new = parts.put(restored, {name: found.pop(name) for name in rest} if is_flat else found.pop(_REST, {}))
     return RestoredJob(restored.step, new, found, restored.report)
 
 
@@ -243,7 +253,7 @@ def _of_modules(job: Sequence[Any]) -> _Parts:
         variables = jax.tree.leaves(optimizer.opt_state, is_leaf=is_variable)
         for variable, value in zip(variables, jax.tree.leaves(restored.opt_state), strict=True):
             variable.set_value(value)
-        optimizer.step[...] = found["step"]
+        optimizer.step.set_value(found["step"])
         for name, module in zip(names, (model, *others), strict=True):
             if name in found:
                 nnx.update(module, found[name])

@@ -537,6 +537,8 @@ def _check_extra(
                     f"of Python ({type(x).__name__})."
                 )
             continue
+        if _may_hold_number(x, there[path]):
+            continue
         if orbax.is_key(x) and not orbax.is_key(there[path]):  # Orbax alone describes keys by their bits
             x = jax.eval_shape(jax.random.key_data, x)
         if shape != tuple(x.shape) or dtype != x.dtype:
@@ -552,6 +554,14 @@ def _check_extra(
             )
 
 
+def _may_hold_number(like: Any, saved: Any) -> bool:
+    """Whether an array without axes is wanted for a saved number of Python: the count of steps of a TrainState."""
+    if like.shape or not isinstance(saved, orbax.package().metadata.ScalarMetadata):
+        return False
+    kinds = (jnp.integer, jnp.floating, jnp.bool_)
+    return any(jnp.issubdtype(like.dtype, kind) and jnp.issubdtype(saved.dtype, kind) for kind in kinds)
+
+
 def _fill(like: PyTree, leaves: Mapping[_Names, Any]) -> PyTree:
     """The tree `like` with the saved leaves; numbers are as they are in `like`, keys are made from their saved bits."""
 
@@ -560,11 +570,11 @@ def _fill(like: PyTree, leaves: Mapping[_Names, Any]) -> PyTree:
         if found is None:  # it may be missing
             return x
         if isinstance(x, np.ndarray | np.generic):
-            return np.asarray(found)[()] if isinstance(x, np.generic) else np.asarray(found)
+            return np.asarray(found, x.dtype)[()] if isinstance(x, np.generic) else np.asarray(found, x.dtype)
         if not hasattr(x, "dtype"):
             return np.asarray(found).item()
         if not isinstance(found, jax.Array):
-            return found
+            return found if isinstance(found, np.ndarray) else jnp.asarray(found, x.dtype)
         return orbax.as_key(found, x) if orbax.is_key(x) else found
 
     found, treedef = jax.tree.flatten(like)
