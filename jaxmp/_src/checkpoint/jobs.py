@@ -232,7 +232,7 @@ def _of_train_state(state: Any) -> _Parts:
     rest = {name: getattr(state, name) for name in names if name not in ("params", "opt_state")}
 
     def put(restored: save_restore.Restored, found: Any) -> Any:
-        return state.replace(params=restored.params, opt_state=restored.opt_state, **{**_empty(rest), **found})
+        return state.replace(params=restored.params, opt_state=restored.opt_state, **found)
 
     return _Parts(state.tx, state.params, state.opt_state, _full(rest), getattr(state, "policy", None), put)
 
@@ -267,7 +267,3 @@ def _of_modules(job: Sequence[Any]) -> _Parts:
 def _full(trees: Mapping[str, Any]) -> dict[str, Any]:
     """The trees that have leaves."""
     return {name: tree for name, tree in trees.items() if jax.tree.leaves(tree)}
-
-
-def _empty(trees: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tree for name, tree in trees.items() if not jax.tree.leaves(tree)}

@@ -184,6 +184,16 @@ def is_key(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def is_number(described: Any) -> bool:
+    """Whether Orbax describes a number of Python."""
+    return isinstance(described, package().metadata.ScalarMetadata)
+
+
+def zero_of(described: Any) -> Any:
+    """0 as the kind of number that Orbax describes."""
+    return jnp.dtype(described.dtype).type(0).item()
+
+
 def _is_empty(x: Any) -> bool:
     return 0 in getattr(x, "shape", ())
 
@@ -435,11 +445,10 @@ def read(
     shardings = placement.Shardings(params)
     others = {name: placement.Shardings(like) for name, like in extra.items()}
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    numbers = package().metadata.ScalarMetadata
 
     def target(leaf: Leaf, x: Any) -> Any:
-        if isinstance(x, numbers):
-            return jnp.dtype(x.dtype).type(0).item()
+        if is_number(x):
+            return zero_of(x)
         if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
             return np.empty(x.shape, x.dtype)
         if leaf.tree in others:

@@ -177,7 +177,7 @@ def save(
     leaves, values = names.of_job(job), jax.tree.leaves(job)
     for leaf, x in zip(leaves, values, strict=True):
         leaf_sums.check_leaf(str(leaf), x)
-    about = describe(policy=policy, loss_scale=loss_scale, recipe=recipe) | {"metadata": dict(metadata or {})}
+    about = _described(policy, loss_scale, recipe) | {"metadata": dict(metadata or {})}
     # The order of the histories in opt_state. Orbax turns all keys into strings, and these may sort differently.
     about["fp8_scales"] = [path for path in tree_paths.leaves_by_path(params) if scale_leaves.is_scale(path)]
     if not force and not manager.should_save(step):
@@ -201,18 +201,8 @@ def save(
     return manager.save(step, args=ocp.args.Composite(**items), force=force)
 
 
-def describe(*, policy: str | jmp.Policy | None = None, loss_scale: Any = None, recipe: Any = None) -> dict[str, Any]:
-    """The part of the record about policy, loss scale, recipe and versions: a dict of values for JSON.
-
-    Args:
-      policy: the policy of the optimizer, its name or a `jmp.Policy`; adds `policy`, `keep_fp32` and `fp8_weights`.
-      loss_scale: the loss scale of the optimizer; adds its `repr`.
-      recipe: the fp8 recipe; None: the policy's.
-
-    Example:
-      >>> describe(policy="fp16")["policy"]
-      'params=float16,compute=float16,output=float32'
-    """
+def _described(policy: str | jmp.Policy | None, loss_scale: Any, recipe: Any) -> dict[str, Any]:
+    """The part of the record about policy, loss scale, recipe (None: the policy's) and versions."""
     about: dict[str, Any] = {"versions": {name: _metadata.version(name) for name in _RECORDED}}
     if policy is not None:
         policy = get_policy(policy)
@@ -471,12 +461,9 @@ def _saved_of(
 
 def descriptions(source: Any, step: int | None) -> dict[str, PyTree]:
     """The trees of a checkpoint as `restore(extra=)` takes them: shapes, and numbers of Python."""
-    numbers = orbax.package().metadata.ScalarMetadata
 
     def like(x: Any) -> Any:
-        if isinstance(x, numbers):
-            return jnp.dtype(x.dtype).type(0).item()
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return orbax.zero_of(x) if orbax.is_number(x) else jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     _, folder = orbax.find(source, step)
     about, folder = orbax.record(folder / orbax.ABOUT), orbax.tree_in(folder)
@@ -556,9 +543,7 @@ def _check_extra(
 
 def _may_hold_number(like: Any, saved: Any) -> bool:
     """Whether an array without axes is wanted for a saved number of Python: the count of steps of a TrainState."""
-    if like.shape or not isinstance(saved, orbax.package().metadata.ScalarMetadata):
-        return False
-    kinds = (jnp.integer, jnp.floating, jnp.bool_)
+    kinds = (jnp.integer, jnp.floating, jnp.bool_) if orbax.is_number(saved) and not like.shape else ()
     return any(jnp.issubdtype(like.dtype, kind) and jnp.issubdtype(saved.dtype, kind) for kind in kinds)
 
 

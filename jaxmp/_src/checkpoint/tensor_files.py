@@ -36,6 +36,7 @@ _CODES = {
     "F8_E5M2": jnp.float8_e5m2, "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
     "U16": np.uint16, "U32": np.uint32, "BOOL": np.bool_,
 }  # fmt: skip
+_CODE_OF = {np.dtype(dtype): code for code, dtype in _CODES.items()}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
@@ -165,9 +166,8 @@ def _shards(tensors: Mapping[str, Tensor], limit: int) -> dict[str, list[str]]:
 
 
 def _check_dtypes(tensors: Mapping[str, Tensor]) -> None:
-    known = {np.dtype(dtype) for dtype in _CODES.values()}
     for name, tensor in tensors.items():
-        if tensor.dtype not in known:
+        if tensor.dtype not in _CODE_OF:
             raise ValueError(
                 f"tensors must have a dtype of {', '.join(_CODES)}; {name} ({tensor.source}) is {tensor.dtype}. "
                 f"Convert it, or leave it out of the tree."
@@ -176,12 +176,11 @@ def _check_dtypes(tensors: Mapping[str, Tensor]) -> None:
 
 def _header(tensors: Mapping[str, Tensor], names: Sequence[str], about: Mapping[str, str]) -> bytes:
     """The first bytes of a file: the length of its header, and the header."""
-    codes = {np.dtype(dtype): code for code, dtype in _CODES.items()}
     header: dict[str, Any] = {"__metadata__": dict(about)}
     end = 0
     for name in names:
         start, end = end, end + tensors[name].nbytes
-        code = codes[tensors[name].dtype]
+        code = _CODE_OF[tensors[name].dtype]
         header[name] = {"dtype": code, "shape": list(tensors[name].shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
