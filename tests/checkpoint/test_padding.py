@@ -314,6 +314,20 @@ def test_a_leaf_whose_name_ends_as_that_of_a_padded_one_keeps_its_shape(tmp_path
         assert_moved(checkpoint.restore(steps, None, params=tree).params, tree)
 
 
+def test_means_over_rows_do_not_follow_the_padding(tmp_path):
+    """The error says what continues: the state of Adafactor starts fresh, the masters do not."""
+    params = {"w": jnp.asarray(RNG.normal(size=(16, 8)), jnp.float32)}
+    tx = jaxmp.mixed_precision(optax.adafactor(1e-2, min_dim_size_to_factor=8), "fp32")
+    layout = layout_of(3, params)
+    with checkpoint.manager(tmp_path) as steps:
+        checkpoint.save(steps, 0, params=params, opt_state=tx.init(params), layout=layout_of(1, params))
+        with pytest.raises(ValueError, match=r"v_col/w has shape \(16,\) there, expected \(18,\)\. .*pass moments="):
+            checkpoint.restore(steps, tx, params=shapes(params, layout))
+        found = checkpoint.restore(steps, tx, params=shapes(params, layout), moments="fit")
+    assert {"0/count", "0/v_col/w"} < set(found.report.fresh)
+    assert_moved(np.asarray(fsdp.trim(found.params, layout)["w"]), np.asarray(params["w"]))
+
+
 # Without layout=: the record knows what is padding, and the shardings of params= for how many devices it is now.
 
 ORDERS = [(8, 3, 1, 8), (8, 3, 1, 6, 2, 4, 8), (1, 8, 2, 3, 4, 6, 1), (3, 8, 6, 4)]

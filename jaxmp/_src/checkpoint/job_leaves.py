@@ -127,7 +127,7 @@ def check_state(saved: Saved, wanted: Mapping[StatePath, Any]) -> None:
         if tuple(got.shape) != tuple(x.shape):
             raise ValueError(
                 f"{rule}; {path} has shape {tuple(got.shape)} there, expected {tuple(x.shape)}."
-                f"{_pmap_hint(got.shape, x.shape)}"
+                f"{_pmap_hint(got.shape, x.shape) or hint}"
             )
         if not _may_become(got, x):
             raise ValueError(
