@@ -125,7 +125,7 @@ def test_which_functions_are_found(name):
         assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @needs_kernels
 @pytest.mark.parametrize("name", [name for name, (_, tensors) in FUNCTIONS.items() if tensors])
 def test_a_kernel_reads_the_products(name):
