@@ -185,6 +185,21 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
     return jax.jvp(of_moving, *given)
 
 
+def _transposed(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+    """A linear function, in a derivative rule that jax transposes: the transpose of the way of the derivative."""
+    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+
+    def of_linear(*moving: Any) -> list[Any]:
+        given = list(operands)
+        for i, x in zip(linear, moving, strict=True):
+            given[i] = x
+        return _run(params["ways"].derivative, *given, **params)
+
+    zeros = [ad.instantiate_zeros(ad.Zero(operands[i].aval)) for i in linear]
+    found = iter(jax.vjp(of_linear, *zeros)[1](list(map(ad.instantiate_zeros, cotangents))))
+    return [next(found) if i in linear else None for i in range(len(operands))]
+
+
 def _batched(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[list[Any], list[int]]:
     names: dict[str, Any] = {"axis_name": axis.name} if isinstance(axis.name, str) else {}
     names |= {} if axis.spmd_name is None else {"spmd_axis_name": axis.spmd_name}
@@ -203,4 +218,5 @@ def _batched(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: 
 
 
 ad.primitive_jvps[_p] = _jvp
+ad.primitive_transposes[_p] = _transposed
 batching.fancy_primitive_batchers[_p] = _batched

@@ -12,8 +12,10 @@ import optax
 import pytest
 from flax import linen as nn, nnx
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxmp
+import regimes
 from helpers import assert_within_ulps
 from jaxmp._src.programs import jaxprs
 from matmul_dtypes import matmuls
@@ -270,7 +272,28 @@ def _looped(qkv):
     return lax.scan(lambda c, _: (c + by_einsum(qkv) / 2, None), jnp.zeros((TOKENS, WIDTH)), None, length=2)[0]
 
 
+def _with_own_jvp(fn):
+    """The same with a derivative of its own, which asks for float32 of products with tangents."""
+
+    @jax.custom_jvp
+    def logits(q, k):
+        return jnp.einsum("qd,kd->qk", q, k, preferred_element_type=jnp.float32)
+
+    @logits.defjvp
+    def along(primals, tangents):
+        (q, k), (dq, dk) = primals, tangents
+        return logits(q, k), logits(dq, k) + jnp.einsum("qd,kd->qk", q, dk, preferred_element_type=jnp.float32)
+
+    def attention(qkv):
+        q, k, v = jnp.split(qkv, 3, axis=-1)
+        return jax.nn.softmax(logits(q, k) / np.sqrt(WIDTH)).astype(qkv.dtype) @ v
+
+    assert fn is by_einsum
+    return attention
+
+
 WAYS = {
+    "custom_jvp": _with_own_jvp,
     "vmap": lambda fn: lambda qkv: jax.vmap(fn)(jnp.stack([qkv, qkv]))[1],
     "remat": jax.checkpoint,
     "jit": jax.jit,
@@ -282,12 +305,12 @@ WAYS = {
 
 @pytest.mark.parametrize(
     ("way", "inside"),
-    # The loop is a function of its own.
-    [(way, inside) for way in WAYS for inside in (True, False) if inside or way != "scan"],
+    # The loop is a function of its own, and so is that with its own derivative.
+    [(way, inside) for way in WAYS for inside in (True, False) if inside or way not in ("scan", "custom_jvp")],
     ids=lambda part: part if isinstance(part, str) else "in autocast" if part else "around autocast",
 )
 @DTYPES
-@pytest.mark.thorough(8)
+@pytest.mark.thorough(9)
 def test_transformed(dtype, way, inside):
     """Under transformations, in both modes of derivatives."""
     cast = functools.partial(jaxmp.autocast, dtype=dtype)
@@ -303,6 +326,41 @@ def test_transformed(dtype, way, inside):
     np.testing.assert_allclose(
         along, (grads * direction).sum(), rtol=0, atol=2 * eps * (sizes * np.abs(direction)).sum()
     )
+
+
+SPREAD = ("shard_map", "shard_map without vma", "pmap", "mesh", "accumulate")
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, "float32"])
+@pytest.mark.parametrize("way", SPREAD)
+@DTYPES
+@pytest.mark.thorough(2)
+def test_spread(dtype, way, reduce_dtype):
+    """Over devices that compute the same, or microbatches: numbers as of one device."""
+    policy = jaxmp.get_policy("fp16" if dtype == F16 else "bf16", reduce_dtype=reduce_dtype)
+    tx = jaxmp.mixed_precision(optax.sgd(1e-3), policy)
+    weights, state = jnp.asarray(QKV, dtype), jax.device_get(tx.init(jnp.asarray(QKV)))
+    loss_fn = lambda w, x: loss_of(by_einsum(x @ w))  # noqa: E731
+    options = {"accumulate": 2} if way == "accumulate" else {}
+    compute = functools.partial(jaxmp.value_and_grad(loss_fn, policy=policy, **options), opt_state=state)
+    mesh = regimes.mesh_of()
+    mean = lambda w, x: jax.lax.pmean(compute(w, x), regimes.AXIS)  # noqa: E731
+    if way == "accumulate":
+        loss, grad = jax.jit(compute)(weights, np.concatenate([X, X]))
+    elif way == "pmap":
+        spread = jax.pmap(mean, regimes.AXIS, in_axes=(None, 0), devices=jax.devices()[: regimes.DEVICES])
+        loss, grad = (x[0] for x in spread(weights, np.stack([X] * regimes.DEVICES)))
+    elif way == "mesh":
+        split = jax.device_put(weights, NamedSharding(mesh, P(regimes.AXIS)))
+        loss, grad = jax.jit(compute)(split, jax.device_put(X, NamedSharding(mesh, P())))
+    else:
+        specs = {"mesh": mesh, "in_specs": (P(), P()), "out_specs": P(), "check_vma": way == "shard_map"}
+        loss, grad = jax.jit(jax.shard_map(mean, **specs))(weights, X)
+    expected, grads, sizes = exact(QKV)
+    eps = float(jnp.finfo(dtype).eps)
+    assert grad.dtype == (F32 if reduce_dtype or way == "accumulate" else dtype)
+    np.testing.assert_allclose(loss, expected, rtol=0, atol=2 * eps)
+    np.testing.assert_array_less(np.abs(jaxmp.unscale(grad, state) - grads), 2 * eps * sizes + 3e-7)
 
 
 @DTYPES

@@ -77,6 +77,19 @@ def test_in_a_loop_or_a_transformation_too_one_way_is_left(how):
         assert ("sine" in text) == (platform == "cuda" and how in ("jit", "scan", "remat"))
 
 
+def test_the_transpose_of_a_linear_function():
+    """jax transposes what a derivative rule computes with tangents."""
+
+    @jax.custom_jvp
+    def f(x, y):
+        return by_platform(lambda x, y: x * y, x, y, cuda=lambda f, x, y: f(x, y))
+
+    f.defjvp(lambda primals, tangents: (f(*primals), f(tangents[0], primals[1]) + f(primals[0], tangents[1])))
+    x, y = jnp.arange(3.0), jnp.ones(3)
+    run = lambda x, y: jnp.sum(f(x, y) ** 2)  # noqa: E731
+    assert_exact(jax.jit(jax.grad(run, (0, 1)))(x, y), jax.grad(lambda x, y: jnp.sum((x * y) ** 2), (0, 1))(x, y))
+
+
 def test_without_a_trace_the_place_of_the_arrays_chooses():
     calls = []
 

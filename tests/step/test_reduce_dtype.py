@@ -145,9 +145,31 @@ def own_rule_in_a_jit(p, x):
     return jax.jit(own_rule)(p, x)
 
 
+@jax.custom_jvp
+def _with_own_jvp(x, w):
+    return x @ w
+
+
+@_with_own_jvp.defjvp
+def _along(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    return _with_own_jvp(x, w), dx @ w + x @ dw
+
+
+def own_jvp(p, x):
+    return _with_own_jvp(jnp.tanh(_with_own_jvp(x, p["w"])), p["v"])
+
+
+def split_by_hand(p, x):
+    """The sum over devices is the transpose of a param that all devices share."""
+    specs = {"in_specs": (P(), P(regimes.AXIS)), "out_specs": P(regimes.AXIS)}
+    return jax.shard_map(dense, mesh=regimes.mesh_of(), **specs, check_vma=False)(p, x)
+
+
 MODELS = (
-    own_rule, own_rule_in_a_jit, dense, stacked, recurrent, rematerialized, remat_in_a_loop, jitted, lora, masked,
-    norm, for_each_row, chosen, with_its_own_dtype, convolution, experts, embedding, by_hand_in_16_bits,
+    own_rule, own_rule_in_a_jit, own_jvp, split_by_hand, dense, stacked, recurrent, rematerialized, remat_in_a_loop,
+    jitted, lora, masked, norm, for_each_row, chosen, with_its_own_dtype, convolution, experts, embedding,
+    by_hand_in_16_bits,
 )  # fmt: skip
 
 
@@ -175,6 +197,7 @@ def low_sums(jaxpr, rows):
         name, out = eqn.primitive.name, eqn.outvars[0].aval if eqn.outvars else None
         if name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS | {"reduce_sum", "scatter-add", "psum", "psum_invariant"}:
             over = any(rows in getattr(v.aval, "shape", ()) for v in eqn.invars) and rows not in out.shape
+            over |= name.startswith("psum")  # over devices
             found += [name] if over and out.dtype in (jnp.bfloat16, jnp.float16) else []
     return found
 
@@ -209,9 +232,41 @@ def test_the_loss_stays_and_the_gradients_are_closer(model, name):
     for g, h in zip(jax.tree.leaves(grads), jax.tree.leaves(plain_grads), strict=True):
         scale = np.abs(np.asarray(h, np.float32)).max()
         np.testing.assert_allclose(g, np.asarray(h, np.float32), atol=2**-6 * scale)
-    if model is not stacked or name == "bf16-mixed":  # a loop takes and gives stacked 16-bit params as they are
-        w = next(g for g in jax.tree.leaves(grads) if g.ndim > 1 and np.any(g))
-        assert np.any(w != w.astype(jnp.bfloat16).astype(jnp.float32))  # no rounding to 16 bits came last
+    assert all(is_not_rounded(g, policy) for g in jax.tree.leaves(grads) if g.ndim > 1 and np.any(g))
+
+
+def is_not_rounded(g, policy):
+    """Whether no rounding to 16 bits came last."""
+    return np.any(g != g.astype(policy.compute_dtype).astype(jnp.float32))
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("name", ["bf16", "bf16-mixed", "fp16"])
+def test_what_holds_functions_rounds_no_gradient(name):
+    """Loops over stacked params, remat, branches, shard_map, derivatives of one's own, and each in the other."""
+    policy = policy_of(name, reduce_dtype="float32")
+    layers = {key: PARAMS["layers"] * np.float32(1 + i / 8) for i, key in enumerate(("scanned", "kept", "in_both"))}
+    mats = {key: _matrix(WIDTH, WIDTH) for key in ("remat", "branch", "device", "jvp")}
+
+    def model(p, x):
+        x = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["scanned"])[0]
+        x = jax.lax.scan(jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None)), x, p["kept"])[0]
+        x = jax.checkpoint(lambda w, x: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0])(p["in_both"], x)
+        x = jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(p["remat"], x)
+        x = jax.lax.cond(x[0, 0] > 2, jnp.tanh, lambda x: jnp.tanh(x @ p["branch"]), x)
+        axis = P(regimes.AXIS)
+        spread = jax.shard_map(jnp.matmul, mesh=regimes.mesh_of(), in_specs=(axis, P()), out_specs=axis)
+        return _with_own_jvp(jnp.tanh(spread(x, p["device"])), p["jvp"])
+
+    params = layers | mats
+    p = jax.tree.map(jnp.asarray, policy.cast_to_param(params))
+    loss, grads = jax.jit(gradient(model, policy))(p, X)
+    exact_loss, exact = jax.jit(jax.value_and_grad(loss_of(model)))(params, X)
+    assert abs(loss - exact_loss) < 2**-4 * exact_loss
+    for path, g in grads.items():
+        assert is_not_rounded(g, policy), path
+        expected = exact[path] * 2.0**10
+        np.testing.assert_allclose(g, expected, rtol=0, atol=2**-3 * np.abs(expected).max(), err_msg=path)
 
 
 @pytest.mark.thorough(1)

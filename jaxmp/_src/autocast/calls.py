@@ -3,6 +3,9 @@
 The derivative rules of `jax.custom_jvp` and `jax.custom_vjp` are kept. A rule expects the dtypes in which the function
 was written. So autocast traces the rule once more in these dtypes, plans it like any function, and runs it in the
 dtypes that arrive. If a rule asks for it (`symbolic_zeros=True`), autocast tells it which inputs are differentiated.
+
+Weights whose gradients are summed in float32 may have a float32 array beside the 16-bit one, which enters the function,
+too (`plan_runner`).
 """
 
 import functools
@@ -27,7 +30,10 @@ _FEW = 8  # equations: a call of so few is written out, which is cheaper than a 
 _SMALL = 2**20  # bytes: arrays that a function closes over and that may be kept with its program
 
 
-def _call(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
+_Beside = dict[int, Any]  # float32 arrays, by the operands beside which they enter
+
+
+def _call(runner: PlanRunner, step: Step, operands: list[Any], wide: _Beside) -> list[Any]:
     """`jax.jit` and `jax.checkpoint`: the same equation with another function in it."""
     eqn, plan = step.eqn, step.inner[0]
     _, consts = jaxprs.functions_of(eqn)[0]
@@ -36,13 +42,13 @@ def _call(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
         return runner.run(plan, consts, operands)
     program = _program(runner, eqn.params[name], plan, consts)
     alone = PlanRunner(Planner(), runner.calls)  # holds nothing of the functions around
-    program = program.trace(lambda *values: alone.run(plan, consts, values), operands)
+    program = program.trace(lambda values, wide: alone.run(plan, consts, values, wide), operands, wide)
     if not is_remat and _is_small(jaxprs.open_jaxpr(program)[1]):
         return list(eqn.primitive.bind(*operands, **(eqn.params | {name: program})))
     jaxpr, extra = jaxprs.without_constants(eqn.params[name], program)
     if extra and not is_remat:  # a jit has shardings for each of its operands, and none for these
         return runner.run(plan, consts, operands)
-    return list(eqn.primitive.bind(*extra, *operands, **(eqn.params | {name: jaxpr})))
+    return list(eqn.primitive.bind(*extra, *operands, *wide.values(), **(eqn.params | {name: jaxpr})))
 
 
 class _Program:
@@ -51,13 +57,13 @@ class _Program:
     def __init__(self) -> None:
         here = threading.local()
         self._here = here
-        self._jitted = jax.jit(lambda *values: here.function(*values))
+        self._jitted = jax.jit(lambda *args: here.function(*args))
 
-    def trace(self, function: Any, operands: list[Any]) -> Any:
-        """The jaxpr of a function; every function handed over to one program must be the same."""
+    def trace(self, function: Any, operands: list[Any], wide: _Beside) -> Any:
+        """The jaxpr of a function of both; every function handed over to one program must be the same."""
         self._here.function = function
         try:
-            return self._jitted.trace(*operands).jaxpr
+            return self._jitted.trace(operands, wide).jaxpr
         finally:
             del self._here.function
 
@@ -94,25 +100,28 @@ def _has_shardings(eqn: Any) -> bool:
     return any(isinstance(s, jax.sharding.Sharding) for s in shardings)
 
 
-def _closed_call(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
+def _closed_call(runner: PlanRunner, step: Step, operands: list[Any], wide: _Beside) -> list[Any]:
+    del wide
     return runner.run(step.inner[0], jaxprs.functions_of(step.eqn)[0][1], operands)
 
 
-def _cond(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
+def _cond(runner: PlanRunner, step: Step, operands: list[Any], wide: _Beside) -> list[Any]:
     functions = jaxprs.functions_of(step.eqn)
+    wide = {i - 1: x for i, x in wide.items()}  # a branch does not get the index
 
     def branch(plan: Plan, consts: Any) -> Any:
-        return lambda *values: _cast_all(runner.run(plan, consts, values), step.results)
+        return lambda wide, *values: _cast_all(runner.run(plan, consts, values, wide), step.results)
 
     branches = [branch(plan, consts) for plan, (_, consts) in zip(step.inner, functions, strict=True)]
     platforms = step.eqn.params.get("branches_platforms")
     if platforms is not None:  # `lax.platform_dependent`: a branch need not compile on others than its own
         by_platform = {p: b for b, names in zip(branches, platforms, strict=True) for p in names or ("default",)}
-        return list(lax.platform_dependent(*operands[1:], **by_platform))
-    return list(lax.switch(operands[0], branches, *operands[1:]))
+        return list(lax.platform_dependent(wide, *operands[1:], **by_platform))
+    return list(lax.switch(operands[0], branches, wide, *operands[1:]))
 
 
-def _while(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
+def _while(runner: PlanRunner, step: Step, operands: list[Any], wide: _Beside) -> list[Any]:
+    del wide
     params, (test, body) = step.eqn.params, step.inner
     (_, test_closed), (_, body_closed) = jaxprs.functions_of(step.eqn)
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
@@ -136,20 +145,21 @@ def _while(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
     return list(lax.while_loop(lambda state: jnp.any(state[0]), advance_rows, (holds(carry), carry))[1])
 
 
-def _scan(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
+def _scan(runner: PlanRunner, step: Step, operands: list[Any], wide: _Beside) -> list[Any]:
     params, plan = step.eqn.params, step.inner[0]
     _, closed = jaxprs.functions_of(step.eqn)[0]
     n_consts, n_carry = jaxprs.scan_counts(step.eqn)
     consts = operands[:n_consts]
 
-    def body(carry: Any, scanned: Any) -> Any:
-        out = _cast_all(runner.run(plan, closed, (*consts, *carry, *scanned)), step.results)
+    def body(carry: Any, scanned_and_wide: Any) -> Any:
+        scanned, wide = scanned_and_wide
+        out = _cast_all(runner.run(plan, closed, (*consts, *carry, *scanned), wide), step.results)
         return tuple(out[:n_carry]), tuple(out[n_carry:])
 
     carry, stacked = lax.scan(
         body,
         tuple(operands[n_consts : n_consts + n_carry]),
-        tuple(operands[n_consts + n_carry :]),
+        (tuple(operands[n_consts + n_carry :]), wide),
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
@@ -158,26 +168,29 @@ def _scan(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
     return [*carry, *stacked]
 
 
-def _shard_map(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
+def _shard_map(runner: PlanRunner, step: Step, operands: list[Any], wide: _Beside) -> list[Any]:
     params, plan = step.eqn.params, step.inner[0]
     _, consts = jaxprs.functions_of(step.eqn)[0]
 
-    def function(*values: Any) -> Any:
-        return tuple(runner.run(plan, consts, values))
+    def function(wide: Any, *values: Any) -> Any:
+        return tuple(runner.run(plan, consts, values, wide))
 
+    specs = tuple(params["in_specs"])
     run = jax.shard_map(
         function,
         mesh=params["mesh"],
-        in_specs=params["in_specs"],
+        in_specs=({i: specs[i] for i in wide}, *specs),
         out_specs=params["out_specs"],
         check_vma=params["check_vma"],
         axis_names=params["newly_manual_axes"],
     )
-    return list(run(*operands))
+    return list(run(wide, *operands))
 
 
-def _custom_jvp(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
+def _custom_jvp(runner: PlanRunner, step: Step, operands: list[Any], wide: _Beside) -> list[Any]:
     eqn, plan = step.eqn, step.inner[0]
+    if _summed(step, operands):  # by the transpose of the rule, which has products to look for
+        return _custom_vjp(runner, step, operands, wide)
     _, consts = jaxprs.functions_of(eqn)[0]
     closed = operands[: eqn.params["num_consts"]]
     floats = [i for i, v in enumerate(eqn.invars) if v.aval.dtype in FLOATS and i >= len(closed)]
@@ -225,7 +238,14 @@ class _Residuals:
         return cls(list(arrays), static)
 
 
-def _custom_vjp(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any]:
+def _summed(step: Step, operands: list[Any]) -> set[int]:
+    """The weights that come in float32: the products of their gradients return it."""
+    inputs = enumerate(zip(step.inner[0].inputs, operands, strict=True))
+    return {i for i, (value, x) in inputs if value.made_of == WEIGHTS and x.dtype == FLOAT32}
+
+
+def _custom_vjp(runner: PlanRunner, step: Step, operands: list[Any], wide: _Beside) -> list[Any]:
+    del wide
     eqn, plan = step.eqn, step.inner[0]
     _, consts = jaxprs.functions_of(eqn)[0]
     closed = operands[: eqn.params["num_consts"]]
@@ -236,8 +256,7 @@ def _custom_vjp(runner: PlanRunner, step: Step, operands: list[Any]) -> list[Any
     def function(*values: Any) -> Any:
         return tuple(_cast_all(runner.run(plan, consts, (*closed, *values)), step.results))
 
-    # Weights that come in float32 get gradients in it: their products return it.
-    summed = {i for i in floats if plan.inputs[i].made_of == WEIGHTS and operands[i].dtype == FLOAT32}
+    summed = _summed(step, operands)
     has_symbolic_zeros = _has_symbolic_zeros(eqn)
     pulled_back = _linearized if has_symbolic_zeros else _with_pull_back
 

@@ -4,7 +4,8 @@ A function casts a value at most once to each dtype, even if many operations rea
 calls are ordinary JAX: they can be differentiated, batched, compiled and rewritten again.
 
 A weight whose gradient is reduced in float32 has a second, float32 array (`_Wide`). An operation that reads the weight
-in 16 bits computes with the 16-bit array, and returns a float32 gradient to the other, whose numbers nobody reads.
+in 16 bits computes with the 16-bit array, and returns a float32 gradient to the other, whose numbers nobody reads. Both
+enter the functions inside.
 """
 
 import contextlib
@@ -32,7 +33,8 @@ class PlanRunner:
 
     Args:
       planner: the planner that made the plans; it also plans derivative rules when they run.
-      calls: by primitive, `(runner, step, operands) -> results` for operations with functions inside (`calls.CALLS`).
+      calls: by primitive, `(runner, step, operands, wide) -> results` for operations with functions inside
+        (`calls.CALLS`); `wide` has the float32 arrays of some operands.
     """
 
     def __init__(self, planner: Planner, calls: dict[str, Any]):
@@ -40,12 +42,17 @@ class PlanRunner:
         self.calls = calls
         self.programs: dict[int, tuple[Any, Plan]] = {}  # of plans that are called more than once
 
-    def run(self, plan: Plan, consts: Any, values: Any) -> list[Any]:
-        """Runs a function; inputs may come in the dtypes of `plan.inputs` or in those it was traced with."""
-        jaxpr = plan.jaxpr
+    def run(self, plan: Plan, consts: Any, values: Any, beside: dict[int, Any] | None = None) -> list[Any]:
+        """Runs a function; inputs may come in the dtypes of `plan.inputs` or in those it was traced with.
+
+        `beside` has the float32 arrays of some inputs, by number, which get all of their gradients.
+        """
+        jaxpr, beside = plan.jaxpr, beside or {}
         held = _Held(dict(zip(jaxpr.constvars, consts, strict=True)))
-        held.add(jaxpr.invars, [cast(x, i.dtype, i) for x, i in zip(values, plan.inputs, strict=True)], plan.inputs)
-        wide = _Wide.of(plan, values)
+        given = [cast(x, i.dtype, i) for x, i in zip(values, plan.inputs, strict=True)]
+        given = [_with_gradient_to(beside[k], x) if k in beside else x for k, x in enumerate(given)]
+        held.add(jaxpr.invars, given, plan.inputs)
+        wide = _Wide.of(plan, [beside.get(k, x) for k, x in enumerate(values)])
         if len(plan.steps) >= _MANY and compat.is_staged(values):
             self._run_pieces(plan, consts, held, wide)
         else:
@@ -98,7 +105,7 @@ class PlanRunner:
             written = step.how == "written"
             # An operation that runs as it was written sets its own name.
             with contextlib.nullcontext() if written and not inside else jaxprs.where(eqn, scope):
-                results = self._run_step(step, operands, wide.of_weights(step), inside=inside)
+                results = self._run_step(step, operands, wide.beside(step, operands), inside=inside)
                 pairs = zip(eqn.outvars, results, strict=True)
                 results = [roundings.rounded(x) if v in plan.rounded else x for v, x in pairs]
             held.add(eqn.outvars, results, step.results)
@@ -109,7 +116,7 @@ class PlanRunner:
         if step.how == "same":
             return operands
         if step.how == "call":
-            return self.calls[eqn.primitive.name](self, step, operands)
+            return self.calls[eqn.primitive.name](self, step, operands, wide)
         if step.how == "written":
             return jaxprs.run_as_traced(jaxprs.without_scope(eqn) if inside else eqn, operands)
         if step.how == "again":
@@ -143,10 +150,14 @@ class _Wide:
         given = zip(plan.jaxpr.invars, values, plan.inputs, strict=True)
         return cls({v: x for v, x, i in given if i.made_of == WEIGHTS and getattr(x, "dtype", None) == FLOAT32})
 
-    def of_weights(self, step: Step) -> dict[int, Any]:
-        """Those of the weights of a step, by operand."""
-        variables = {i: step.eqn.invars[i] for i in step.weights}
-        return {i: self.arrays[v] for i, v in variables.items() if v in self.arrays}
+    def beside(self, step: Step, operands: list[Any]) -> dict[int, Any]:
+        """Those of the weights of a step, by operand: of the 16-bit operands, where functions are inside."""
+        places = step.weights
+        if step.how == "call" and step.eqn.primitive.name in _TAKE_BOTH and self.arrays:
+            places = [i for i, x in enumerate(operands) if x.dtype in FLOATS and x.dtype != FLOAT32]
+        variables = {i: step.eqn.invars[i] for i in places}
+        found = {i: v for i, v in variables.items() if not isinstance(v, core.Literal)}
+        return {i: self.arrays[v] for i, v in found.items() if v in self.arrays}
 
     def entering(self, step: Step, held: "_Held") -> list[Any]:
         """Those that enter a function in a step in place of what is held; None: what is held enters."""
@@ -179,11 +190,26 @@ def _enters_wide(step: Step, i: int, value: Value) -> bool:
     name = step.eqn.primitive.name
     if name == "scan":  # what every iteration reads does so anyway
         return i < jaxprs.scan_counts(step.eqn)[0]
-    # Remat keeps what enters: a weight that is stored in 16 bits stays so.
     is_cast = step.operands[i] != FLOAT32
-    if name == "custom_vjp_call":
+    if name in jaxprs.JITS | jaxprs.WITH_OWN_DERIVATIVE:
         return is_cast
-    return is_cast and (name in jaxprs.JITS or (name in jaxprs.REMATS and value.dtype == FLOAT32))
+    return is_cast and name in _TAKE_BOTH and value.dtype == FLOAT32
+
+
+# Remat keeps what enters, and loops read what they scan: a weight that is stored in 16 bits stays so.
+_TAKE_BOTH = jaxprs.REMATS | {"scan", "cond", "shard_map"}
+
+
+@jax.custom_jvp
+def _with_gradient_to(wide: Any, x: Any) -> Any:
+    """`x`, whose gradient goes to a float32 array that holds the same."""
+    del wide
+    return x
+
+
+@_with_gradient_to.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return primals[1], lax.convert_element_type(tangents[0], primals[1].dtype)
 
 
 # Movement of one array: the same equation moves it in any dtype.
