@@ -311,31 +311,39 @@ def _repeated(step: Step, operands: list[Any], wide: dict[int, Any]) -> Any:
 
     `wide` has the float32 arrays that get the gradients of some operands, without a rounding.
     """
-    eqn, dtype = step.eqn, step.results[0].dtype
+    eqn, dtype, count = step.eqn, step.results[0].dtype, len(operands)
+    places = [*range(count), *wide]
 
-    def of_operand(i: int, operands: Any) -> Any:
-        return lambda x: eqn.primitive.bind(*operands[:i], x, *operands[i + 1 :], **eqn.params)
-
-    def tangent_of(i: int, operands: Any, tangent: Any) -> Any:
+    def tangent_of(k: int, given: Any, tangent: Any) -> Any:
+        if k in wide:
+            return None
+        i, operands = places[k], given[:count]
         if is_repeated(eqn, i):
             operands = list(map(_widened, operands))
             tangent = lax.convert_element_type(tangent, jnp.float32)
-        _, out = jax.jvp(of_operand(i, operands), (operands[i],), (tangent,))
+
+        def of_operand(x: Any) -> Any:
+            return eqn.primitive.bind(*operands[:i], x, *operands[i + 1 :], **eqn.params)
+
+        _, out = jax.jvp(of_operand, (operands[i],), (tangent,))
         return lax.convert_element_type(out, dtype)
 
-    count = len(operands)
-    run = jax.custom_jvp(lambda *given: eqn.primitive.bind(*given[:count], **eqn.params))
-    places = [*range(count), *wide]
+    run = lambda *given: eqn.primitive.bind(*given[:count], **eqn.params)  # noqa: E731
+    return _with_tangents(run, tangent_of, [*operands, *wide.values()])
+
+
+def _with_tangents(run: Any, tangent_of: Any, operands: list[Any]) -> Any:
+    """`run(*operands)`, whose tangent is the sum of `tangent_of(i, operands, tangent of i)`; None adds nothing."""
+    run = jax.custom_jvp(run)
 
     @functools.partial(run.defjvp, symbolic_zeros=True)
     def derivative(primals: Any, tangents: Any) -> Any:
-        is_zero = [isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents]
-        moved = [i for i, zero in enumerate(is_zero) if not zero and i not in wide]
-        found = [tangent_of(places[i], primals[:count], tangents[i]) for i in moved]
+        moving = ((i, t) for i, t in enumerate(tangents) if not isinstance(t, jax.custom_derivatives.SymbolicZero))
+        found = [x for i, t in moving if (x := tangent_of(i, primals, t)) is not None]
         out = run(*primals)
         return out, functools.reduce(lax.add, found) if found else jnp.zeros_like(out)
 
-    return run(*operands, *wide.values())
+    return run(*operands)
 
 
 def _product(step: Step, operands: Any) -> Any:
@@ -373,16 +381,7 @@ def _in_float32(step: Step, operands: list[Any]) -> Any:
             given = list(map(_widened, given))
         return eqn.primitive.bind(*given, **_params(step))
 
-    run = jax.custom_jvp(lambda *given: _product(step, given))
-
-    @functools.partial(run.defjvp, symbolic_zeros=True)
-    def derivative(primals: Any, tangents: Any) -> Any:
-        moving = ((i, t) for i, t in enumerate(tangents) if not isinstance(t, jax.custom_derivatives.SymbolicZero))
-        found = [tangent_of(i, primals, t) for i, t in moving]
-        out = run(*primals)
-        return out, functools.reduce(lax.add, found) if found else jnp.zeros_like(out)
-
-    return run(*operands)
+    return _with_tangents(lambda *given: _product(step, given), tangent_of, operands)
 
 
 def _widened(x: Any) -> Any:
