@@ -296,28 +296,41 @@ def test_a_dead_update_asks_whether_the_gradients_are_scaled(scale):
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("policy", ["bf16", "fp32", "16-mixed"])
-def test_a_frozen_param_is_no_dead_update(policy):
-    """Under optax.set_to_zero it has gradients and never moves; in 16 bits it has no master."""
-    inner = optax.multi_transform({"t": optax.sgd(0.1), "f": optax.set_to_zero()}, {"base": "f", "lora": "t"})
+@pytest.mark.parametrize(
+    ("policy", "by"), [("bf16", "label"), ("fp32", "label"), ("16-mixed", "label"), ("fp32", "mask"), ("fp32", "hand")]
+)
+def test_a_frozen_param_is_no_dead_update(policy, by):
+    """Under optax.set_to_zero it has gradients and never moves; in 16 bits it has no master.
+
+    One that code puts back after each step is named.
+    """
+    frozen = {"base": True, "bias": True, "lora": False}
+    inner = optax.sgd(0.1)
+    if by == "label":
+        labels = {name: "f" if is_frozen else "t" for name, is_frozen in frozen.items()}
+        inner = optax.multi_transform({"t": inner, "f": optax.set_to_zero()}, labels)
+    elif by == "mask":
+        inner = optax.chain(inner, optax.masked(optax.set_to_zero(), frozen))
     tx = jaxmp.mixed_precision(inner, policy)
-    params32 = {"base": jnp.linspace(0.1, 1, 7), "lora": jnp.linspace(0.2, 1, 7)}
+    params32 = {"base": jnp.linspace(0.1, 1, 7), "bias": jnp.zeros(7), "lora": jnp.linspace(0.2, 1, 7)}
     opt_state, params = tx.init(params32), jaxmp.get_policy(policy).cast_to_param(params32)
     monitor = Monitor(warn=False)
 
     @jax.jit
     def step(params, opt_state):
-        loss = lambda params: jnp.sum(params["base"] * params["lora"]).astype(jnp.float32)  # noqa: E731
+        loss = lambda p: jnp.sum(p["base"] * p["lora"] + p["bias"]).astype(jnp.float32)  # noqa: E731
         _, grads = jaxmp.value_and_grad(loss)(params, opt_state=opt_state)
         stats = jaxmp.monitor.step_stats(grads, opt_state, params)
-        return *jaxmp.apply_gradients(tx, grads, opt_state, params), stats
+        new, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
+        return new | ({name: params[name] for name in ("base", "bias")} if by == "hand" else {}), opt_state, stats
 
     with warnings.catch_warnings(action="ignore"):  # the loss has no matmul
         for i in range(6):
             params, opt_state, stats = step(params, opt_state)
             monitor.update(i, jaxmp.get_metrics(opt_state), stats=stats)
     monitor.finish()
-    assert not monitor.findings
+    expected = {("dead_update", f"params/{name}") for name in ("base", "bias")} if by == "hand" else set()
+    assert found(monitor) == expected
 
 
 @pytest.mark.thorough(1)

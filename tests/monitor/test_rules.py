@@ -51,7 +51,7 @@ def test_the_docs_list_every_rule():
     named = re.search(r"kind: the rule: (.*?)\.\n", rules.Finding.__doc__, re.DOTALL)[1]
     code = "".join(Path(module.__file__).read_text() for module in (rules, absence))
     made = re.findall(r"Finding\(\s*\"(\w+)\",\s*step", code)
-    assert len(listed) == len(page) == 16
+    assert len(listed) == len(page) == 17
     assert set(listed) == set(page) == set(re.findall(r"\w+_?\w+", named)) - {"or"} == set(made)
 
 
@@ -284,6 +284,26 @@ def test_activations_that_leave_float16(scale, kind):
         for i in range(3):
             monitor.update(i, {}, stats=step)
         monitor.finish()
+
+
+@pytest.mark.parametrize(
+    ("losses", "named"),
+    [
+        ([1.234] * 60, 49),
+        ([math.nan, 1.234] + [1.234] * 58, None),
+        ([1.234 + 1e-6] + [1.234] * 300, None),  # it moved once: it has converged
+        ([6.90625] * 100 + [6.875] * 300, None),  # computed in bfloat16, in a warm-up
+        ([1.0] * 210, 199),
+        ([0.0] * 210, None),  # there is none yet
+    ],
+)
+def test_a_loss_that_never_changes(losses, named):
+    monitor = jaxmp.monitor.Monitor(warn=False)
+    for step, loss in enumerate(losses):
+        monitor.update(step, {"skipped": 0.0}, loss=loss)
+    monitor.finish()
+    found = {f.kind: f.step for f in monitor.findings}
+    assert found.get("constant_loss") == named
 
 
 def test_a_loss_that_explodes_between_skips():

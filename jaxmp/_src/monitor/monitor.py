@@ -101,7 +101,7 @@ class Monitor:
         self._patience, self._lag, self._warn = patience, lag, warn
         self._waiting: deque[tuple[int, Any]] = deque()
         self._skipped: deque[bool] = deque(maxlen=window)
-        self._losses, self._norms = rules.Losses(), rules.Norms()
+        self._losses, self._constant, self._norms = rules.Losses(), rules.ConstantLoss(), rules.Norms()
         self._absences, self._carried, self._stale = absence.Absences(), absence.Carried(), rules.Stale()
         self._scale = 1.0  # of the step that is read next
         self._high = 0  # number of losses in a row that were too high
@@ -189,6 +189,7 @@ class Monitor:
             jump = self._losses.skip(step, math.nan if loss is None else loss)
         elif loss is not None:
             jump = self._losses.jump(step, loss, self._patience)
+            found += self._constant.take(step, loss)
         if loss is not None and (np.isfinite(loss) or not skipped):  # an overflow says nothing about the level
             self._high = self._high + 1 if jump else 0
             if jump and (self._high >= self._patience or not np.isfinite(loss) or self._losses.is_often_high()):

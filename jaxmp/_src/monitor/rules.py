@@ -6,6 +6,7 @@ A rule reads numbers on the host, and usually finds nothing. A finding names the
     stuck_scale    several overflows in a row at the lower bound of the loss scale, or a scale of 2^32: no scale helps
     loss_jump      the loss stays far above its running median, or above its level before a skip; or it is not finite in
                    a step that was not skipped
+    constant_loss  the loss has been the same number since the first step
     infinite_norm  the norm of finite gradients is inf, so that clipping makes all of them zero
     lost_gradients gradients came to fp8 layers as zeros although the layers ran
     spoiled_amaxes the gradients of fp8 scales were averaged by hand, or changed by more than a factor
@@ -21,7 +22,7 @@ A rule reads numbers on the host, and usually finds nothing. A finding names the
     dead_update    values that have gradients do not change, such as bfloat16 params without masters
     stale_master   a param is not its master, rounded: it was changed by hand, and the next step reverts it
 
-The first eight check every step, and so does the last, as far as the metrics know. The others check sampled steps
+The first nine check every step, and so does the last, as far as the metrics know. The others check sampled steps
 (`StepStats`), and `Monitor` reports what they find only if it appears in several samples: in a row, or in a share of
 the last ones (`RATES`), for a fault that comes and goes. A loss scale that falls to the right level causes several
 overflows in a row: they count as one overflow.
@@ -52,8 +53,9 @@ class Finding(NamedTuple):
     """Something that is wrong with a run.
 
     Attributes:
-      kind: the rule: skips, stuck_scale, loss_jump, infinite_norm, lost_gradients, spoiled_amaxes, unscaled, clipped,
-        overflow, near_overflow, underflow, no_gradient, nonfinite_state, saturation, dead_update or stale_master.
+      kind: the rule: skips, stuck_scale, loss_jump, constant_loss, infinite_norm, lost_gradients, spoiled_amaxes,
+        unscaled, clipped, overflow, near_overflow, underflow, no_gradient, nonfinite_state, saturation, dead_update or
+        stale_master.
       step: the step in which it was found.
       path: the path of the tensor, such as `grads/block/kernel`, `activations/block` or `params/block/kernel`; "" if
         the finding is not about one tensor.
@@ -203,6 +205,37 @@ class Losses:
             return f"the loss is {loss:.4g}; it began at {first:.4g}. {_EXPLODES}"
         return ""
 
+
+class ConstantLoss:
+    """Whether all losses were the same number, from the first one on.
+
+    A loss that settles later has converged. One that was computed in 16 bits may stay the same while it falls by less.
+    One of 0 may stand for none yet.
+    """
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._same, self._changed = 0, False
+
+    def take(self, step: int, loss: float) -> Iterator[Finding]:
+        """Takes the loss of a step that was taken."""
+        self._first = loss if self._first is None else self._first
+        self._same, self._changed = self._same + 1, self._changed or loss != self._first
+        if self._changed or self._same < _CONSTANT or loss == 0:
+            return
+        is_coarse = int(np.float32(loss).view(np.int32)) & 0x1FFF == 0  # float16 has no more bits
+        if not is_coarse or self._same >= _CONSTANT_COARSE:
+            yield Finding(
+                "constant_loss",
+                step,
+                "",
+                f"the loss is exactly {loss:.6g} in each of the {self._same} steps since the first. Is it the loss of "
+                f"this step (not one that was computed once), does it depend on the params and on the batch, and are "
+                f"the params, or the state, that the step returns those that the next one gets?",
+            )
+
+
+_CONSTANT, _CONSTANT_COARSE = 50, 200  # steps; the second of losses with no more digits than 16 bits
 
 _EXPLODES = (
     "No step was skipped for it, so all gradients were finite. Try a lower learning rate or a longer warm-up, clip "
@@ -463,8 +496,8 @@ def dead_update(step: int, stats: StepStats, previous: StepStats, dead: float) -
                 shares[name] = max(0.0, 1 - moved / float(has_gradient))
     everywhere = len(shares) > 1 and all(share == 1 for share in shares.values())
     for name, share in shares.items():
-        if share == 1 and not everywhere and (name in stats.may_be_frozen or _is_own_master(name, stats)):
-            continue  # frozen: float32 values of a param that trains do not all stay
+        if share == 1 and not everywhere and name in stats.may_stay:
+            continue  # frozen: the values of a param that trains do not all stay
         if share > dead:
             yield Finding(
                 "dead_update",
@@ -474,8 +507,10 @@ def dead_update(step: int, stats: StepStats, previous: StepStats, dead: float) -
                 + (
                     ", as in all other params: is the learning rate 0, or is every step skipped?"
                     if everywhere
-                    else ": updates are below half a unit in the last place. Keep masters (jaxmp.mixed_precision), "
-                    "round stochastically (jaxmp.stochastic_round_updates), or raise the learning rate."
+                    else ": updates are below half a unit in the last place, or do not arrive. Keep masters "
+                    "(jaxmp.mixed_precision), round stochastically (jaxmp.stochastic_round_updates), or raise the "
+                    "learning rate; look for code that puts old params back. A layer that is meant to be frozen needs "
+                    "a label (optax.set_to_zero)."
                 )
                 + (
                     f" The loss scale is {float(stats.loss_scale):g}: do the gradients come from jaxmp.value_and_grad "
@@ -536,11 +571,6 @@ class Stale:
                 f"params) between the change and the step names the param.",
             )
         self._last.append(count)
-
-
-def _is_own_master(name: str, stats: StepStats) -> bool:
-    """Whether a param is float32 without a master: float16 and bfloat16 have zeros in the last 13 bits of float32."""
-    return name not in stats.stale_masters and bool(np.any(stats.probes[name].view(np.int32) & 0x1FFF))
 
 
 def stale_master(step: int, stats: StepStats) -> Iterator[Finding]:

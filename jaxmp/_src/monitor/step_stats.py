@@ -77,6 +77,8 @@ class StepStats(NamedTuple):
         holds inf.
       may_be_frozen: paths of params that the optimizer may never change (static). It has labels or masks, no master of
         them, and no state for them: `optax.set_to_zero` under a label looks like this, and so does `optax.sgd`.
+      may_stay: these, and all params in float32 if the optimizer has labels or masks: the state of `optax.masked` does
+        not show what it freezes (static).
 
     Example:
       >>> stats = step_stats({"w": jnp.ones(4)}, (), {"w": jnp.ones(4)})
@@ -96,6 +98,7 @@ class StepStats(NamedTuple):
     updates: Array | None = None
     state: Mapping[str, Float[Array, ""]] = MappingProxyType({})
     may_be_frozen: Paths = Paths()
+    may_stay: Paths = Paths()
 
 
 def step_stats(
@@ -167,7 +170,7 @@ def _measure_step(
     measure = functools.partial(tensor_stats.measure, histogram=histogram, axis_name=axis_name)
     params32 = state_readers.get_master_params(opt_state, params)
     axes, loss_scale = collectives.bound_axes(axis_name), states.get_loss_scale(opt_state)
-    frozen = _frozen(opt_state, params)
+    frozen, may_be_frozen = _frozen(opt_state, params), _may_be_frozen(opt_state, params)
     return StepStats(
         grads=measure(grads),
         params=measure(params32),
@@ -183,7 +186,8 @@ def _measure_step(
         },
         updates=next((steps.gradient_step for steps in states.find(opt_state, optax.MultiStepsState)), None),
         state=_largest(state, params, axes),
-        may_be_frozen=_may_be_frozen(opt_state, params),
+        may_be_frozen=may_be_frozen,
+        may_stay=_may_stay(opt_state, params, may_be_frozen),
     )
 
 
@@ -204,11 +208,23 @@ def _largest(state: PyTree, params: PyTree, axes: tuple[str, ...]) -> dict[str, 
 
 def _may_be_frozen(opt_state: Any, params: PyTree) -> Paths:
     """The paths of params without a master and without own arrays in the state of an optimizer with labels or masks."""
-    if not states.find(opt_state, optax.transforms.PartitionState) and not states.find(opt_state, optax.MaskedState):
+    if not _has_masks(opt_state):
         return Paths()
     own = [f"/{path}/" for path in tree_paths.leaves_by_path(opt_state)]
     paths = tree_paths.leaves_by_path(params)
     return Paths(path for path in paths if not any(f"/{path}/" in at for at in own))
+
+
+def _has_masks(opt_state: Any) -> bool:
+    return any(states.find(opt_state, kind) for kind in (optax.transforms.PartitionState, optax.MaskedState))
+
+
+def _may_stay(opt_state: Any, params: PyTree, may_be_frozen: Paths) -> Paths:
+    """`may_be_frozen`, and all params in float32, which have no master, of an optimizer with labels or masks."""
+    if not _has_masks(opt_state):
+        return Paths()
+    in_float32 = (path for path, x in tensor_stats.float_leaves(params) if x.dtype == jnp.float32)
+    return Paths(may_be_frozen.union(in_float32))
 
 
 def _frozen(opt_state: Any, params: PyTree) -> set[str]:
