@@ -156,8 +156,13 @@ class _Wide:
         if step.how == "call" and step.eqn.primitive.name in _TAKE_BOTH and self.arrays:
             places = [i for i, x in enumerate(operands) if x.dtype in FLOATS and x.dtype != FLOAT32]
         variables = {i: step.eqn.invars[i] for i in places}
-        found = {i: v for i, v in variables.items() if not isinstance(v, core.Literal)}
-        return {i: self.arrays[v] for i, v in found.items() if v in self.arrays}
+        variables = {i: v for i, v in variables.items() if not isinstance(v, core.Literal)}
+        found = {i: self.arrays[v] for i, v in variables.items() if v in self.arrays}
+        if step.eqn.primitive.name == "shard_map":  # its transpose sums over devices, also what is made of weights
+            inputs = step.inner[0].inputs
+            made = {i: _widened(operands[i]) for i in variables if inputs[i].made_of == WEIGHTS}
+            return dict(sorted((made | found).items()))
+        return found
 
     def entering(self, step: Step, held: "_Held") -> list[Any]:
         """Those that enter a function in a step in place of what is held; None: what is held enters."""
