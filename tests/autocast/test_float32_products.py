@@ -310,7 +310,7 @@ WAYS = {
     ids=lambda part: part if isinstance(part, str) else "in autocast" if part else "around autocast",
 )
 @DTYPES
-@pytest.mark.thorough(9)
+@pytest.mark.thorough(5)
 def test_transformed(dtype, way, inside):
     """Under transformations, in both modes of derivatives."""
     cast = functools.partial(jaxmp.autocast, dtype=dtype)

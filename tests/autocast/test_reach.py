@@ -110,6 +110,7 @@ def test_a_region_that_reaches_nothing_says_so():
         assert matmuls(jaxmp.autocast(linear, jnp.bfloat16), X) == {"bfloat16": 1}
 
 
+@pytest.mark.thorough(0)
 def test_silence_of_regions_that_reach_something():
     model = nn.Dense(3)
     params = model.init(jax.random.key(0), X)

@@ -170,7 +170,7 @@ def trained(model, optimizer):
     return losses, nnx.state(model)
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("policy", ["bf16", "fp8"])
 def test_of_an_nnx_optimizer(policy):
     """With fp8 it puts the layers into fp8 first, as `to_fp8` before it would."""

@@ -75,7 +75,7 @@ def restored(folder, params, opt_state, tx):
     return found.opt_state
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", [name for name in CHAINS if "plain" not in name])
 def test_a_job_goes_on_where_a_transform_without_state_came_or_went(name, tmp_path):
     """Masters, moments, averages, counts and the loss scale, bit for bit; it was an error that named a path."""

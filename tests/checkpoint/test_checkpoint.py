@@ -358,6 +358,7 @@ def test_a_manager_that_only_reads_refuses_to_save_and_to_delete(tmp_path):
         assert checkpoint.restore(reader, None, params=params).step == 1
 
 
+@pytest.mark.thorough(0)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_fork_does_not_keep_the_lock_of_its_parent(tmp_path):
     """As a worker that loads data, and outlives the job."""
@@ -528,7 +529,7 @@ if end == "sys.exit":
 """
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     ("end", "code", "told", "saved"),
     [

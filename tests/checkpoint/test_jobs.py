@@ -109,7 +109,7 @@ def nnx_step(model, optimizer, rngs):
     optimizer.update(model, grads)
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("wrt", [nnx.Param, nnx.LoRAParam], ids=["params", "adapters"])
 def test_modules_go_on_in_three_lines(wrt, tmp_path):
     """Model, optimizer, statistics, the keys of dropout, a frozen base, and the keys of an object of its own."""

@@ -228,6 +228,7 @@ def test_moments_that_get_larger_groups_are_rounded_once_and_named(shape, old, n
         assert np.max(np.abs(found - x) / largest) > 0  # it is no copy
 
 
+@pytest.mark.thorough(0)
 def test_moments_in_8_bits_go_from_8_devices_to_3_and_back(tmp_path):
     """Placed on real meshes: the default layout cuts the last axis, and pads it on 3 devices, where nothing divides."""
     params = {"w": jnp.asarray(RNG.normal(size=(16, 2048)), jnp.float32)}
@@ -252,7 +253,7 @@ def test_moments_in_8_bits_go_from_8_devices_to_3_and_back(tmp_path):
         assert_exact(jax.tree.map(np.asarray, tuple(now)), jax.tree.map(np.asarray, tuple(was)))
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("devices", [3, 8])
 @pytest.mark.parametrize("change", ["another shape", "the same padded shape", "gone", "renamed"])
 def test_a_padded_leaf_that_partial_names_starts_fresh_or_is_left_over(change, devices, saved_on_8):

@@ -109,6 +109,7 @@ def test_a_scale_that_spans_devices_is_refused_by_its_path():
     assert optax.tree.get(placed, "mu")["w"].codes.spec == P(None, "fsdp")
 
 
+@pytest.mark.thorough(0)
 def test_a_part_of_a_moment_keeps_its_form():
     """At `init` 1024 elements would stay in float32; as a part of 8192 they are in 8 bits."""
     tx = jaxmp.compress_moments(optax.adam(RATE), jnp.int8)

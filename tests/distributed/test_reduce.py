@@ -348,6 +348,7 @@ def test_what_is_unsent_is_restored_where_it_belongs(tmp_path):
             jaxmp.checkpoint.restore(steps, fewer, params=on_mesh(4), partial="*unsent*")
 
 
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("order", [(2, 8, 3, 1, 3), pytest.param((8, 1, 4, 2, 6), marks=pytest.mark.thorough(0))])
 def test_other_devices_go_on_with_what_was_not_sent(order, tmp_path):
     """The next mean of gradients gets the same from it; only partial= could restore it, and then it was lost."""
@@ -378,6 +379,7 @@ def test_other_devices_go_on_with_what_was_not_sent(order, tmp_path):
         np.testing.assert_allclose(np.asarray(found[key], np.float64).mean(0), e, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough(0)
 def test_what_one_device_has_not_sent_is_added_whole_by_more(tmp_path):
     """Eight devices of a pmap, or of a mesh, add it as the one device would; only the first did: an eighth of it."""
     params = {key: jnp.zeros(shape) for key, shape in PARAMS.items()}

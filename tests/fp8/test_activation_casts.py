@@ -177,7 +177,7 @@ def test_in_nnx():
     assert found[:2] == ["64x64xbf16"] * 2
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", ["swiglu", "gelu", "relu squared"])
 def test_without_kernels_the_program_is_that_of_before(name, monkeypatch):
     """XLA drops what only a kernel reads, and autocast rounds nothing for it."""
@@ -205,7 +205,7 @@ def test_the_numbers_are_those_of_the_activation_and_its_cast(name, interpreted)
             np.testing.assert_allclose(a, b, rtol=2**-6)
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @needs_kernels
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_shard_map(check_vma):

@@ -49,6 +49,7 @@ def in_way(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.thorough(0)
 @needs_kernels
 @pytest.mark.parametrize("source", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.thorough(0))])
 def test_both_ways_give_the_same_bytes_and_amaxes(source, in_way, interpreted):

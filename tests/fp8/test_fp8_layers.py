@@ -466,7 +466,7 @@ def test_a_bound_model_and_a_frozen_dict():
     assert_same_program(model.apply({"params": params}, X), exact)  # outside of the region nobody reads the leaves
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("kind", ["flax", "jaxmp"])
 def test_train_states(kind):
     model = Model()

@@ -149,7 +149,7 @@ def test_flax_optimizers_say_which_filter_to_pass():
         nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_a_frozen_kernel_that_is_stored_in_fp8_keeps_its_scale(calibrated):
     """It is no param of the optimizer, so nobody writes it again; its scale is (`wrt=nnx.LoRAParam`)."""

@@ -115,6 +115,7 @@ def variables():
     return jax.jit(GatedMLP(HIDDEN, recipe=RECIPE).init)(jax.random.key(0), X)
 
 
+@pytest.mark.thorough(0)
 def test_the_module_has_the_params_of_three_layers_and_their_values():
     with jaxmp.fp8.autocast(RECIPE, filter=anything):
         expected = jax.jit(Layers().init)(jax.random.key(0), X)

@@ -353,6 +353,7 @@ def test_the_apply_fn_of_a_train_state_refuses_them_outside_of_autocast():
     assert state.apply_fn.__self__ is model and hash(state.apply_fn) == hash(state.replace(step=1).apply_fn)
 
 
+@pytest.mark.thorough(0)
 def test_an_unused_layer_keeps_its_scale_and_its_kernel():
     tx, params, opt_state = make(inner=optax.sgd(0.1), layers=4)
 

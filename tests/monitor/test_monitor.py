@@ -157,6 +157,7 @@ def test_donated_buffers_are_still_reused():
     assert bool(jaxmp.all_finite(state))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["pmap", "shard_map"])
 def test_on_devices_it_is_the_same_everywhere(how):
     alone = jax.device_get(compiled()(start(), np.int32(0), np.int32(1), ONES, X, Y)[2])
@@ -390,6 +391,7 @@ class Fp8Net(nn.Module):
         return x.astype(F32)
 
 
+@pytest.mark.thorough(0)
 def test_an_fp8_tensor_that_saturates():
     """Inputs that grow faster than the history follows; the tensor is named by its leaf."""
     recipe = jaxmp.fp8.DelayedScaling(amax_history_len=4)

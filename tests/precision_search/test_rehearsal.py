@@ -155,6 +155,7 @@ class NnxNet(nnx.Module):
         return self.b(self.drop(nnx.relu(self.norm(self.a(x)))) * (self.tiny[...][None] * 1e8))
 
 
+@pytest.mark.thorough(0)
 def test_an_nnx_module_with_a_param_below_float16():
     """Its own state moves on in a copy; the model stays as it is."""
     model = NnxNet(nnx.Rngs(0))

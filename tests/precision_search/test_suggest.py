@@ -64,6 +64,7 @@ def planted():
     return params, loss_fn, found
 
 
+@pytest.mark.thorough(0)
 def test_planted_layers_are_named_and_kept_higher():
     _, _, found = planted()
     assert found.formats == {"fine": "fp8", "large": "fp32", "tiny": "fp32", "few": "fp16", "head": "fp8"}
@@ -76,6 +77,7 @@ def test_planted_layers_are_named_and_kept_higher():
     assert found.worst("fp16")[0] == "large"
 
 
+@pytest.mark.thorough(0)
 def test_the_loss_scale_that_is_needed_and_the_one_that_is_too_high():
     params, loss_fn, found = planted()
     least, highest = found.loss_scales
@@ -154,6 +156,7 @@ def test_pasted_code_trains_linen():
     assert "float8_e4m3fn" in str(jax.make_jaxpr(low_loss_fn)(params, X, Y))
 
 
+@pytest.mark.thorough(0)
 def test_float16_modules_have_a_loss_scale_under_a_bf16_policy():
     params, loss_fn, found = planted()
     mixed = found._replace(base="bf16", modules={"few": "fp16"}, fp8_layers=())

@@ -49,6 +49,7 @@ def rms(x):
     return float(jnp.sqrt(jnp.mean(x**2)))
 
 
+@pytest.mark.thorough(0)
 def test_probes_have_the_gradients_of_the_outputs_of_matmuls(gradients):
     """The gradient of the logits is (softmax - label) / rows."""
     plain, _, params, (x, y) = gradients

@@ -139,6 +139,7 @@ def test_a_scalar_that_gives_way_to_16_bits_still_does(tmp_path):
     assert [(x * jnp.float16(1)).dtype for x in found] == [jnp.float16, jnp.float32]
 
 
+@pytest.mark.thorough(0)
 def test_an_nnx_module_comes_back(tmp_path):
     model = Net(nnx.Rngs(0))
     model.dense.kernel[...] = jnp.arange(6.0).reshape(2, 3)
@@ -226,6 +227,7 @@ capture(sys.argv[1], print, jnp.ones(3), loss_scale=1.0)
 """
 
 
+@pytest.mark.thorough(0)
 def test_a_job_that_is_killed_leaves_no_half_capture(tmp_path):
     run = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=compiled_quickly(os.environ), check=False)
     assert run.returncode == 9

@@ -258,6 +258,7 @@ def test_other_dtypes(dtype):
     assert bad.float32_amax == twice[dtype]
 
 
+@pytest.mark.thorough(0)
 def test_in_fp8_training_the_operation_is_named():
     with jaxmp.fp8.autocast(filter=lambda path, layer: True):
         model = nn.Dense(16, dtype=jnp.bfloat16, name="dense")

@@ -111,6 +111,7 @@ class Net(nn.Module):
         return x
 
 
+@pytest.mark.thorough(0)
 def test_flax_layers_that_took_a_policys_recipe_have_the_word():
     with jaxmp.autocast(STATELESS):
         params = jax.jit(Net().init)(KEY, X)

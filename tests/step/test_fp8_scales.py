@@ -376,6 +376,7 @@ def job():
     return tx, jax.jit(make_step(tx))
 
 
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("how", ["orbax", "flax"])
 def test_a_restored_run_goes_on_to_the_bit(how, tmp_path):
     tx, step = job()

@@ -228,6 +228,7 @@ def copies_of_leaves(step, grads, state, params):
     return [size for size in sizes if size > 256]
 
 
+@pytest.mark.thorough(0)
 def test_a_step_without_jit_compiles_nothing_at_its_second_call():
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(

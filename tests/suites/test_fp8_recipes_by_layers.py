@@ -145,7 +145,7 @@ SAMPLE = {
     "nnx Conv": "Current quotients",
     "dot_general": "Delayed quotients",
     "einsum": "Rowwise",
-    "autocast": "NVFP4",
+    "autocast": "Delayed",
 }
 PAIRS = [
     pytest.param(name, way, marks=() if SAMPLE[way] == name else pytest.mark.thorough(0))

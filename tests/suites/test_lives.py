@@ -43,6 +43,7 @@ def check_ends_as(found, kind, steps, folder):
             assert difference <= most, f"{name}{jax.tree_util.keystr(path)}: {difference:.1e} of the largest"
 
 
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     ("chain", "kind"),
     [(SHORT, "fp16"), *(pytest.param(EIGHT, kind, marks=pytest.mark.thorough(0)) for kind in lives.KINDS)],

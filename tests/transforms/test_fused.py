@@ -196,6 +196,7 @@ def test_split_masters_train_as_full_ones(fused):
     assert {x.dtype.name for x in jax.tree.leaves(kept.master_params)} == {"int16"}
 
 
+@pytest.mark.thorough(0)
 def test_a_master_of_24_bits_is_near_the_full_one():
     full = after_steps_with_full_masters(STEPS)
     inner = jaxmp.fused_adamw(1e-2, max_norm=CLIP)
