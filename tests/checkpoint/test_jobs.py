@@ -304,6 +304,23 @@ def test_a_train_state_that_orbax_saved_goes_on(step, tmp_path):
     assert checkpoint.restore_job(tmp_path, PlainWithStats.create(tx=optax.adam(1e-2), **plain)).job.step == 3
 
 
+def test_statistics_without_a_field_in_the_job_are_an_error_and_a_path_has_the_step_of_the_count(
+    tmp_path,
+):
+    """They were dropped in silence; and the step was None, which says that nothing was saved."""
+    plain = {"apply_fn": None, "params": {"w": jnp.ones(2)}}
+    old = PlainWithStats.create(tx=optax.sgd(0.1), **plain, batch_stats={"mean": jnp.ones(3)}, key=None).replace(step=5)
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "tree", old)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16")
+    with pytest.raises(
+        ValueError, match=r"left over: the TrainState in the checkpoint has batch_stats, and the job has"
+    ):
+        checkpoint.restore_job(tmp_path / "tree", jaxmp.linen.TrainState.create(tx=tx, policy="bf16", **plain))
+    new = WithStats.create(tx=tx, policy="bf16", **plain, batch_stats={"mean": jnp.zeros(3)}, key=None)
+    assert checkpoint.restore_job(tmp_path / "tree", new).step == 5
+
+
 def test_a_step_without_the_rest_of_a_job_is_named(tmp_path):
     state = linen_job(WithStats, 0)
     with checkpoint.manager(tmp_path) as steps:

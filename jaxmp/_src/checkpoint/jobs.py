@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 from jaxtyping import PyTree
 
@@ -24,7 +25,8 @@ class RestoredJob(NamedTuple):
     """What `restore_job` returns.
 
     Attributes:
-      step: the step that was restored; None if there was none yet, and all is as given.
+      step: the step that was restored (of the path of a tree: the count of its TrainState); None if there was none yet,
+        and all is as given.
       job: the TrainState, or the modules of nnx, which are also changed in place.
       extra: the other trees and numbers, by name.
       report: with `partial=`, as in `Restored`.
@@ -173,6 +175,11 @@ def restore_job(
     if extra is None:
         of_job = ("params", _REST, *(rest if is_flat else ()))
         extra = _full({name: tree for name, tree in saved.items() if name not in of_job})
+        if is_flat and rest and extra and not tree_paths.patterns_of(partial):
+            raise ValueError(
+                f"left over: the TrainState in the checkpoint has {', '.join(sorted(extra))}, and the job has not. "
+                f"Give the job these fields, or name them to get them beside it: extra={{{sorted(extra)[0]!r}: ...}}."
+            )
     if parts.has_frozen:
         model = tree_paths.leaves_by_path(saved.get(_REST, {}).get("model", {}))
         _check_weights(rest["model"], model, tree_paths.leaves_by_path(saved.get("params", {})))
@@ -190,8 +197,11 @@ def restore_job(
         moments=moments,
     )
     found = dict(restored.extra)
-    new = parts.put(restored, {name: found.pop(name) for name in rest} if is_flat else found.pop(_REST, {}))
-    return RestoredJob(restored.step, new, found, restored.report)
+    of_job = {name: found.pop(name) for name in rest} if is_flat else found.pop(_REST, {})
+    # The path of a tree has no number of a step: a TrainState counts its own.
+    count = of_job.get("step")
+    number = int(count) if restored.step is None and count is not None and not np.ndim(count) else restored.step
+    return RestoredJob(number, parts.put(restored, of_job), found, restored.report)
 
 
 def _check_weights(frozen: PyTree, saved: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
