@@ -15,7 +15,7 @@ arrays are split (`passes`, `meshes`). On meshes with explicit axes, and where o
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -135,13 +135,17 @@ def meshes(tree: PyTree) -> list[AbstractMesh | Mesh]:
     return [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))]
 
 
+def gpus() -> Sequence[Any]:
+    """The NVIDIA GPUs of this machine, if it has any."""
+    try:
+        return jax.devices("cuda")
+    except RuntimeError:
+        return []
+
+
 def oldest_gpu() -> float | None:
     """The lowest compute capability of this machine's GPUs; None without a GPU."""
-    try:
-        gpus = jax.devices("cuda")
-    except RuntimeError:
-        return None
-    return min(float(getattr(gpu, "compute_capability", FIRST_CAPABILITY)) for gpu in gpus)
+    return min((float(getattr(gpu, "compute_capability", FIRST_CAPABILITY)) for gpu in gpus()), default=None)
 
 
 def why_not_here(args: Any) -> str | None:

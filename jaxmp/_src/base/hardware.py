@@ -8,7 +8,6 @@ file assumes the oldest GPU of this machine, or Hopper if there is none.
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax import lax
 
 from pallas_kernels import backend
@@ -53,10 +52,7 @@ def _why_not(first: float, what: str, generation: str) -> str | None:
 
 def gpu_kind() -> str | None:
     """The name of the first GPU of this machine, such as "NVIDIA H100 80GB HBM3"; None without a GPU."""
-    try:
-        return jax.devices("cuda")[0].device_kind
-    except RuntimeError:
-        return None
+    return next((gpu.device_kind for gpu in backend.gpus()), None)
 
 
 def _oldest_gpu() -> float:

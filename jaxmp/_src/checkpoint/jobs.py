@@ -173,8 +173,8 @@ def restore_job(
             f"rest stays as in the job."
         )
     if extra is None:
-        of_job = ("params", _REST, *(rest if is_flat else ()))
-        extra = _full({name: tree for name, tree in saved.items() if name not in of_job})
+        taken = ("params", _REST, *(rest if is_flat else ()))
+        extra = _full({name: tree for name, tree in saved.items() if name not in taken})
         if is_flat and rest and extra and not tree_paths.patterns_of(partial):
             raise ValueError(
                 f"left over: the TrainState in the checkpoint has {', '.join(sorted(extra))}, and the job has not. "
