@@ -40,6 +40,7 @@ from fp8_model import (
     to_host,
 )
 from helpers import assert_close, assert_exact, assert_moved, assert_same_program
+from jaxmp._src.base import compat
 from jaxmp._src.fp8 import scale_leaves as scale_leaves_lib
 from jaxmp.fp8 import is_scale
 from regimes import AXIS, mesh_of
@@ -137,6 +138,30 @@ def test_leaves_are_the_integers_that_the_state_says():
 
 
 # The loss scale
+
+
+def test_leaves_enter_a_loss_shifted_and_typed_as_before():
+    """All scalars come out of one array; a stack of leaves, and a scalar of one device's own, keep theirs."""
+    names = [f"{name}/fp8_{operand}_log2_scale" for name in "ab" for operand in ("lhs_e4m3", "grad_e5m2")]
+    leaves = {name: jnp.float32(i) for i, name in enumerate(names)} | {LHS: jnp.arange(3.0), "w": jnp.ones(2)}
+    expected = {name: x - 4 if "grad" in name else x for name, x in leaves.items()}  # of gradients 16 times as large
+
+    def entered(own):
+        tree = scale_leaves_lib.enter(leaves | {RHS: own[0]}, jnp.float32(16.0))
+        assert [name for name, x in tree.items() if compat.varying_axes(x)] == [RHS] * bool(compat.varying_axes(own))
+        return {name: compat.max_dtype_to_float32(x) if is_scale(name) else x for name, x in tree.items()}
+
+    own = jnp.array([5.0, 7.0])
+    assert_exact(jax.jit(entered)(own), expected | {RHS: F32(5.0)})
+    spread = jax.jit(
+        jax.shard_map(
+            lambda own: jax.tree.map(lambda x: x[None], entered(own)),
+            mesh=mesh_of(devices=2),
+            in_specs=P(AXIS),
+            out_specs={name: P(AXIS) if name == RHS else P() for name in (*leaves, RHS)},
+        )
+    )(own)
+    assert_exact(spread, {name: np.asarray(x)[None] for name, x in expected.items()} | {RHS: own})
 
 
 @pytest.mark.thorough(0)

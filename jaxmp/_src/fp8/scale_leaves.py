@@ -36,7 +36,7 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.devices.collectives import max_over
 from jaxmp._src.fp8 import amax_records
-from jaxmp._src.numerics import float_bits, formats
+from jaxmp._src.numerics import float_bits, formats, reductions
 
 _NAME = re.compile(r"(?:.*/)?fp8_(lhs|rhs|grad)_(e4m3|e5m2)_(log2_scale|scale)")
 
@@ -203,13 +203,24 @@ def enter(params: PyTree, gradient_scale: Float[Array, ""]) -> PyTree:
     """`params` as they are differentiated: scale leaves shifted, in the dtype whose gradients combine by MAX.
 
     Gradients will be `gradient_scale` times as large as unscaled ones.
+
+    All scalars come out of one array: then XLA computes the scales of all casts and products, which read that array, in
+    one launch, and not each in a launch of its own.
     """
+    shifted: dict[str, Array] = {}
+    alike: dict[frozenset[str], list[str]] = {}  # scalars by the axes over which they vary
 
-    def typed(path: str, leaf: Array) -> Array:
-        shifted = shift(path, leaf.astype(jnp.float32), gradient_scale)
-        return lax.convert_element_type(shifted, compat.max_dtype())
+    def add(path: str, leaf: Array) -> Array:
+        shifted[path] = shift(path, leaf.astype(jnp.float32), gradient_scale)
+        if not leaf.ndim:
+            alike.setdefault(compat.varying_axes(shifted[path]), []).append(path)
+        return leaf
 
-    return map_scales(typed, params)
+    map_scales(add, params)
+    for paths in alike.values():
+        together = reductions.computed_once(jnp.stack([shifted[path] for path in paths]))
+        shifted |= {path: lax.index_in_dim(together, i, keepdims=False) for i, path in enumerate(paths)}
+    return map_scales(lambda path, _: lax.convert_element_type(shifted[path], compat.max_dtype()), params)
 
 
 def leave(grads: PyTree, gradient_scale: Float[Array, ""]) -> PyTree:
