@@ -16,8 +16,8 @@ On several devices the step is under `jit`, params and state on all devices, the
 and take no time here. Rows are measured one by one, those that answer most first; a second run goes on where the first
 one was cut, and `--rows 'GPT, linen, *'` chooses some.
 
-Targets: jaxmp in bf16 at most 1.02 of by hand; in fp8 with delayed scaling, what is no GEMM moves at most 1.1 of the
-bytes of bf16, and the step is 1.4 (GPT) and 1.48 (Llama) times as fast.
+Targets: jaxmp in bf16 at most 1.02 of by hand; in fp8 with delayed scaling, with and without fp8 weights, what is no
+GEMM moves at most 1.1 of the bytes of bf16, and the step is 1.4 (GPT) and 1.48 (Llama) times as fast.
 """
 
 import functools
@@ -42,7 +42,7 @@ LAUNCH = 2e-6  # seconds
 ATTENTION = "__cudnn$fmha"
 NAMED = 0.02  # of the bytes of the rest
 MOST_OF_BY_HAND, MOST_OF_REST, FASTER = 1.02, 1.1, {"GPT": 1.4, "Llama": 1.48}
-PARTS = {"norm_1", "norm_2"}.union(*(stack.matrices for stack in steps.STACKS))
+PARTS = {"norm_1", "norm_2", "mlp"}.union(*(stack.matrices for stack in steps.STACKS))
 SHOWN = (steps.BY_HAND, "bf16", "fp8 delayed")  # whose kernels the page names
 
 
@@ -170,7 +170,7 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
         hand, bf16 = beside(rows, row, steps.BY_HAND), beside(rows, row, "bf16")
         if row["precision"] == "bf16" and hand and row["ms"] > MOST_OF_BY_HAND * hand["ms"]:
             out.append(f"{row['row']}: {row['ms'] / hand['ms']:.3f} of by hand, over {MOST_OF_BY_HAND}")
-        if row["precision"] == "fp8 delayed" and bf16:
+        if row["precision"] in ("fp8 delayed", steps.FP8_WEIGHTS) and bf16:
             beside_gemms, faster = row["rest_mib"] / bf16["rest_mib"], bf16["ms"] / row["ms"]
             if beside_gemms > MOST_OF_REST:
                 out.append(f"{row['row']}: {beside_gemms:.2f} of the bytes beside GEMMs in bf16, over {MOST_OF_REST}")

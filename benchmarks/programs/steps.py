@@ -6,7 +6,8 @@ squares that come out. Attention is cuDNN's flash attention. The optimizer clips
 `by hand` is what a user writes in bfloat16: `dtype=` in every layer, bfloat16 params, float32 masters, no check of the
 gradients. The others name the precision once (`jaxmp.linen.TrainState`, `jaxmp.nnx.Optimizer`), and the model says no
 dtype. In fp8 all matmuls with weights are in fp8, also those of the first and the last layer: the stack is the middle
-of a model. The policy "fp8" has float32 params; with "fp8 weights" the optimizer writes the kernels in fp8.
+of a model. The policy "fp8" has float32 params; with "fp8 weights" the optimizer writes the kernels in fp8. With
+"gated MLP" a Llama's gate, up and down are `jaxmp.linen.GatedMLP` or `jaxmp.nnx.GatedMLP`, with the same params.
 """
 
 import contextlib
@@ -72,12 +73,13 @@ class Step(NamedTuple):
     remat: bool = False
     devices: int = 1
     flash: bool = True  # else XLA's attention
+    gated: bool = False  # the MLP of a Llama is one layer of jaxmp
 
     @property
     def row(self) -> str:
         """The name of the row."""
         remat, devices = ", remat" * self.remat, f", {self.devices} devices" * (self.devices > 1)
-        return f"{self.stack.kind}, {self.framework}, {self.precision}{remat}{devices}"
+        return f"{self.stack.kind}, {self.framework}, {self.precision}{', gated MLP' * self.gated}{remat}{devices}"
 
 
 def steps() -> list[Step]:
@@ -91,14 +93,20 @@ def steps() -> list[Step]:
         for stack in STACKS
         for precision in PRECISIONS
     ]
-    return list(dict.fromkeys([*first, *every]))
+    gated = [
+        Step(STACKS[1], precision, framework, devices=devices, gated=True)
+        for devices in (1, 8)
+        for framework in FRAMEWORKS
+        for precision in ("fp8 delayed", FP8_WEIGHTS)
+    ]
+    return list(dict.fromkeys([*first, *gated, *every]))
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def forward(kind: str, flash: bool, layer: Callable[[str], Callable[[Array], Array]], x: Array) -> Array:
-    """One layer, [B, T, D] -> [B, T, D]; `layer` gives the Dense layers and norms by name."""
+def forward(kind: str, flash: bool, gated: bool, layer: Callable[[str], Callable[[Array], Array]], x: Array) -> Array:
+    """One layer, [B, T, D] -> [B, T, D]; `layer` gives its parts by name: Dense layers, norms, a gated MLP."""
     heads = (*x.shape[:2], -1, HEAD)
     y = layer("norm_1")(x)
     if kind == "GPT":
@@ -109,6 +117,8 @@ def forward(kind: str, flash: bool, layer: Callable[[str], Callable[[Array], Arr
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if flash else "xla")
     x = x + layer("out")(y.reshape(x.shape))
     y = layer("norm_2")(x)
+    if gated:
+        return x + layer("mlp")(y)
     hidden = nn.gelu(layer("up")(y)) if kind == "GPT" else nn.silu(layer("gate")(y)) * layer("up")(y)
     return x + layer("down")(hidden)
 
@@ -124,20 +134,22 @@ def rotated(x: Array) -> Array:
 class Layer(nn.Module):
     """One layer in linen."""
 
-    stack: Stack
-    flash: bool
+    step: Step
     dtype: Any
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        has_bias = self.stack.kind == "GPT"
+        stack = self.step.stack
+        has_bias = stack.kind == "GPT"
 
         def layer(name: str) -> nn.Module:
             if name.startswith("norm"):
                 return (nn.LayerNorm if has_bias else nn.RMSNorm)(dtype=self.dtype, name=name)
-            return nn.Dense(self.stack.matrices[name][1], use_bias=has_bias, dtype=self.dtype, name=name)
+            if name == "mlp":
+                return jaxmp.linen.GatedMLP(stack.matrices["up"][1], name=name)
+            return nn.Dense(stack.matrices[name][1], use_bias=has_bias, dtype=self.dtype, name=name)
 
-        return forward(self.stack.kind, self.flash, layer, x)
+        return forward(stack.kind, self.step.flash, self.step.gated, layer, x)
 
 
 class Model(nn.Module):
@@ -150,23 +162,29 @@ class Model(nn.Module):
     def __call__(self, x: Array) -> Array:
         cls = nn.remat(Layer) if self.step.remat else Layer
         for i in range(self.step.stack.layers):
-            x = cls(self.step.stack, self.step.flash, self.dtype, name=f"layer_{i}")(x)
+            x = cls(self.step, self.dtype, name=f"layer_{i}")(x)
         return x
 
 
 class NnxLayer(nnx.Module):
     """One layer in nnx; scopes name its parts, as linen does."""
 
-    def __init__(self, stack: Stack, flash: bool, dtype: Any, rngs: nnx.Rngs):
-        self.kind, self.flash = stack.kind, flash
+    def __init__(self, step: Step, dtype: Any, rngs: nnx.Rngs):
+        stack = step.stack
+        self.kind, self.flash, self.gated = stack.kind, step.flash, step.gated
         has_bias = stack.kind == "GPT"
         norm = nnx.LayerNorm if has_bias else nnx.RMSNorm
         self.norm_1, self.norm_2 = (norm(stack.width, dtype=dtype, rngs=rngs) for _ in range(2))
+        if step.gated:
+            self.mlp = jaxmp.nnx.GatedMLP(*stack.matrices["up"], rngs=rngs)
         for name, (n_in, n_out) in stack.matrices.items():
+            if step.gated and name in ("gate", "up", "down"):
+                continue
             setattr(self, name, nnx.Linear(n_in, n_out, use_bias=has_bias, dtype=dtype, rngs=rngs))
 
     def __call__(self, x: Array) -> Array:
-        return forward(self.kind, self.flash, lambda name: jax.named_scope(name)(getattr(self, name)), x)
+        part = lambda name: jax.named_scope(name)(getattr(self, name))  # noqa: E731
+        return forward(self.kind, self.flash, self.gated, part, x)
 
 
 class NnxModel(nnx.Module):
@@ -174,8 +192,7 @@ class NnxModel(nnx.Module):
 
     def __init__(self, step: Step, dtype: Any = None):
         rngs, self.remat = nnx.Rngs(0), step.remat
-        layers = range(step.stack.layers)
-        self.layers = nnx.List([NnxLayer(step.stack, step.flash, dtype, rngs) for _ in layers])
+        self.layers = nnx.List([NnxLayer(step, dtype, rngs) for _ in range(step.stack.layers)])
 
     def __call__(self, x: Array) -> Array:
         def run(layer: NnxLayer, x: Array) -> Array:
