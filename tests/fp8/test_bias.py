@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmp
@@ -163,6 +164,52 @@ def test_linen(way, policy, monkeypatch):
     assert jax.tree.structure(grads) == jax.tree.structure(others)
     for path, got in biases(grads).items():
         np.testing.assert_allclose(got, biases(others)[path], rtol=2**-5, atol=0.2)  # jax sums in bfloat16
+
+
+@pytest.mark.thorough(2)
+@pytest.mark.parametrize("way", ["plain", "general", "off", "remat", "split by flax", "off, general"])
+def test_nnx(way):
+    """A layer of nnx hands its bias to the product, also a float32 one beside 16 bits; without fp8 it is flax's.
+
+    The state has the arrays of flax's layer, and the two scales more; nothing else moves.
+    """
+    cls, n_out = (nnx.LinearGeneral, (6, 8)) if "general" in way else (nnx.Linear, 48)
+    layer = cls(32, n_out, dtype=jnp.bfloat16, bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0))
+    flax_y, g = layer(X), G.reshape(layer(X).shape)
+    assert jaxmp.nnx.to_fp8(layer, RECIPE, filter=everywhere) == [""]
+    optimizer = jaxmp.nnx.Optimizer(layer, TX)
+    if way == "split by flax":
+        layer = nnx.merge(*nnx.split(layer))
+
+    def loss_fn(layer, x):
+        run = nnx.remat(lambda layer, x: layer(x)) if way == "remat" else lambda layer, x: layer(x)
+        with jaxmp.fp8.autocast(RECIPE, enabled="off" not in way):
+            y = run(layer, x)
+        return jnp.sum(y.astype(jnp.float32) * g), y
+
+    @nnx.jit
+    def step(layer, optimizer, x):
+        return jaxmp.nnx.value_and_grad(loss_fn, has_aux=True)(layer, x, opt_state=optimizer)
+
+    (_, y), grads = step(layer, optimizer, X)
+    assert y.dtype == jnp.bfloat16 and grads["bias"].get_value().dtype == jnp.float32
+    if "off" in way:
+        assert_within_ulps(y, flax_y, 1)
+    else:
+        assert_sums(grads["bias"].get_value(), G.astype(jnp.bfloat16))
+        assert np.max(np.abs(np.asarray(y - flax_y, np.float32))) < 0.5
+
+
+def test_a_layer_of_nnx_with_a_call_of_its_own_adds_its_bias_itself():
+    class Twice(nnx.Linear):
+        def __call__(self, x):
+            inputs, kernel, bias = self.promote_dtype((x, self.kernel[...], self.bias[...]), dtype=self.dtype)
+            return self.dot_general(inputs, kernel, MATMUL) + 2 * bias[None]
+
+    layer = Twice(32, 48, bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0))
+    jaxmp.nnx.to_fp8(layer, CurrentScaling(), filter=everywhere)
+    zeros = jnp.zeros((1, 32))
+    assert_within_ulps(layer(zeros), 2 * layer.bias[...][None], 0)
 
 
 @pytest.mark.thorough(0)

@@ -1,8 +1,10 @@
 """fp8 layers of flax.nnx: a dot_general for flax's layers, and a function that puts it into an unchanged model."""
 
+import dataclasses
 import functools
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -75,6 +77,7 @@ class Fp8DotGeneral(nnx.Module):
     ) -> Float[Array, "..."]:
         """As `jax.lax.dot_general`; `precision` is not used."""
         del precision
+        rhs, bias = rhs if isinstance(rhs, _WithBias) else (rhs, None)
         return layers_lib.dot_general(
             self.recipe,
             self.leaves(),
@@ -83,6 +86,7 @@ class Fp8DotGeneral(nnx.Module):
             dimension_numbers,
             preferred_element_type,
             out_sharding,
+            bias=bias,
             layer=self.layer,
             key=None if self.rngs is None else self.rngs(),
         )
@@ -186,6 +190,30 @@ class Fp8ConvGeneralDilated(nnx.Module):
         return self.dot_general(pixels, kernel, numbers, None, kwargs.get("preferred_element_type"))
 
 
+class _WithBias(NamedTuple):
+    """A kernel, and the bias that the product adds."""
+
+    kernel: Array
+    bias: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _BiasToProduct:
+    """The `promote_dtype=` of a layer in fp8 whose product adds the bias; the layer then adds zeros.
+
+    The pass that casts the gradient of the result also sums it, as the gradient of the bias.
+    """
+
+    promote: Callable[..., Any]
+    is_in_fp8: ClassVar[bool] = True
+
+    def __call__(self, given: tuple[Any, Any, Any], **kwargs: Any) -> Any:
+        inputs, kernel, promoted = self.promote(given, **kwargs)
+        if promoted is None:
+            return inputs, kernel, promoted
+        return inputs, _WithBias(kernel, given[2]), jnp.zeros_like(promoted)
+
+
 class _Kind(NamedTuple):
     """How a layer of nnx runs in fp8: the attribute that multiplies, what flax puts there, and what does in fp8."""
 
@@ -263,7 +291,8 @@ def to_fp8(
             continue
         product = kind.in_fp8(rule.recipe_at(path), rngs=rngs, stack=_stack_of(path, layer), layer=path)
         setattr(layer, kind.attribute, nnx.data(product))
-        layer.promote_dtype = layers_lib.promotion(layer.promote_dtype, _FLAX_PROMOTES)
+        promote = layers_lib.promotion(layer.promote_dtype, _FLAX_PROMOTES)
+        layer.promote_dtype = _BiasToProduct(promote) if _only_adds_its_bias(layer) else promote
         converted.append(path)
     has_own = any(isinstance(module, Fp8DotGeneral) for _, module in modules)
     rule.warn(found, idle_only=not found or (has_own and not refused))
@@ -304,6 +333,13 @@ def _is_plain(layer: Any) -> bool:
     kind = _kind_of(layer)
     is_default = kind is not None and getattr(layer, kind.attribute) is kind.default
     return is_default and getattr(layer, "dot_general_cls", None) is None
+
+
+def _only_adds_its_bias(layer: Any) -> bool:
+    """Whether flax's code adds the bias of a layer to its product, and does nothing else with it."""
+    return type(layer).__call__ in (nnx.Linear.__call__, nnx.LinearGeneral.__call__) and not getattr(
+        layer, "batch_axis", None
+    )
 
 
 def _why_not(layer: Any, kind: _Kind) -> str | None:
