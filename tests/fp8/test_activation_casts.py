@@ -32,7 +32,9 @@ FUNCTIONS = {  # of (a, b); the tensors that a kernel reads, None: it reads the 
     "gelu": (lambda a, b: GELU(a), 1),
     "swiglu": (lambda a, b: SILU(a) * b, 2),
     "geglu": (lambda a, b: GELU(a) * b, 2),
+    "relu": (lambda a, b: nn.relu(a), 1),
     "relu squared": (lambda a, b: nn.relu(a) ** 2, 1),
+    "leaky relu": (lambda a, b: nn.leaky_relu(a), 1),
     "relu6": (lambda a, b: nn.relu6(a), 1),
     "sigmoid": (lambda a, b: nn.sigmoid(a), 1),
     "tanh": (lambda a, b: jnp.tanh(b) - 2 * a / 3, 2),
@@ -40,7 +42,8 @@ FUNCTIONS = {  # of (a, b); the tensors that a kernel reads, None: it reads the 
     "scaled by a vector": (lambda a, b: GELU(a) * vector(a.ndim), 1),
     "exact gelu": (lambda a, b: EXACT(a), None),  # Mosaic has no erf
     "a sum": (lambda a, b: a + b, None),  # it is read for other reasons, too
-    "a choice": (lambda a, b: jnp.where(a > 0, a, b), None),
+    "a choice by a sign": (lambda a, b: jnp.where(b <= 0, a, b), 2),
+    "another choice": (lambda a, b: jnp.where(a > 1, a, b), None),  # rounding may change it
     "softmax": (lambda a, b: nn.softmax(a), None),
     "float16 between": (lambda a, b: GELU(a).astype(jnp.float16).astype(a.dtype), None),
     "three tensors": (lambda a, b: SILU(a) * b * (a @ jnp.ones((SIDE, SIDE))), 3),
@@ -137,7 +140,7 @@ def test_a_kernel_reads_the_products(name):
         assert ("64xf32" in found) == (use_bias or name == "scaled by a vector")
 
 
-GRADIENTS = {"gelu": [2], "swiglu": [2, 3], "geglu": [2, 3], "tanh": [2], "relu squared": []}  # relu's is a choice
+GRADIENTS = {"gelu": [2], "swiglu": [2, 3], "geglu": [2, 3], "tanh": [2], "relu": [2], "relu squared": [2], "leaky relu": [2]}
 
 
 @pytest.mark.thorough(2)

@@ -59,6 +59,14 @@ _CURVED: dict[str, Callable[..., Any]] = {
     "integer_pow 2": lambda a: a * a,
     "integer_pow 3": lambda a: a * a * a,
 }
+# Of a sign, 1 or 0: rounding a result of a matmul does not change it, so the kernel chooses as the model does.
+_SIGNS: dict[str, Callable[..., Any]] = {
+    "gt": lambda a, zero: jnp.where(a > zero, 1.0, 0.0),
+    "ge": lambda a, zero: jnp.where(a >= zero, 1.0, 0.0),
+    "lt": lambda a, zero: jnp.where(a < zero, 1.0, 0.0),
+    "le": lambda a, zero: jnp.where(a <= zero, 1.0, 0.0),
+}
+_CURVED |= _SIGNS | {"select_n": lambda which, a, b: jnp.where(which > 0, b, a)}
 _OPERATIONS = _LINEAR | _CURVED
 _CALLS = ("jit", "pjit", "custom_jvp_call")
 _SAME_NUMBERS = jaxprs.HANDS_ON | {"convert_element_type"}
@@ -221,6 +229,8 @@ class _Search:
                 return operand
         elif (name := _name(equation)) in _OPERATIONS:
             operands = tuple(map(operand_of, inputs))
+            if name in _SIGNS and operands[1] != 0.0:
+                raise _NotFound
             if len(self.steps) < _MOST_STEPS and not all(isinstance(o, float) for o in operands):
                 self.steps.append((name, operands))
                 return len(self.steps) - 1

@@ -78,7 +78,8 @@ class _Matmul(NamedTuple):
         gemm, recipe = self.gemm, self.gemm.recipe
         narrow = recipe.narrow("grad")
         if narrow:
-            made = None if gemm.batch[0] else made_lib.found(grad, gemms.dgrad(gemm).contract[0])
+            has_kernel = recipe.has_state and not gemm.batch[0]
+            made = made_lib.found(grad, gemms.dgrad(gemm).contract[0]) if has_kernel else None
             g = recipe.cast(gemm, "grad", grad, narrow, leaf=leaf, made=made, seed=seed)
         else:
             g = operands.not_cast(gemm, grad, leaf)
