@@ -140,7 +140,15 @@ def test_a_kernel_reads_the_products(name):
         assert ("64xf32" in found) == (use_bias or name == "scaled by a vector")
 
 
-GRADIENTS = {"gelu": [2], "swiglu": [2, 3], "geglu": [2, 3], "tanh": [2], "relu": [2], "relu squared": [2], "leaky relu": [2]}
+GRADIENTS = {
+    "gelu": [2],
+    "swiglu": [2, 3],
+    "geglu": [2, 3],
+    "tanh": [2],
+    "relu": [2],
+    "relu squared": [2],
+    "leaky relu": [2],
+}
 
 
 @pytest.mark.thorough(2)
