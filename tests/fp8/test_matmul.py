@@ -413,6 +413,8 @@ def test_a_batch_split_over_devices_gives_the_same_bits(rows):
     explicit = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(AxisType.Explicit,))
     put = lambda x, *spec: jax.device_put(x, NamedSharding(explicit, P(*spec)))  # noqa: E731
     assert_exact(compiled(MATMUL, HYBRID, ())(put(lhs, "data"), put(rhs), put(grad, "data"), UNIT), whole)
+    with jax.set_mesh(explicit):  # a weight that nobody put on the mesh
+        assert_exact(compiled(MATMUL, HYBRID, ())(put(lhs, "data"), rhs, put(grad, "data"), UNIT), whole)
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=(P("data"), P()))
     def local(lhs, rhs, grad):

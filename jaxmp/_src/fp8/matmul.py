@@ -259,6 +259,7 @@ class _Product(NamedTuple):
         if self.made is not None:
             n = len(more) - self.made.num_leaves
             made, more = jax.tree.unflatten(self.made, more[n:]), more[:n]
+        lhs_sharding, rhs_sharding = _explicit_shardings(lhs, rhs)
         gemm = Gemm(
             contract=self.contract,
             batch=self.batch,
@@ -268,8 +269,8 @@ class _Product(NamedTuple):
             lhs_dtype=lhs.dtype,
             rhs_dtype=rhs.dtype,
             out_dtype=self.out_dtype,
-            lhs_sharding=_explicit_sharding(lhs),
-            rhs_sharding=_explicit_sharding(rhs),
+            lhs_sharding=lhs_sharding,
+            rhs_sharding=rhs_sharding,
             out_sharding=self.out_sharding,
             activation=self.activation,
             lhs_zeros=zeros[0],
@@ -349,9 +350,16 @@ def _with_axis(sharding: Any, axis: int) -> Any:
     return longer if spec is sharding else NamedSharding(sharding.mesh, longer)
 
 
-def _explicit_sharding(x: Array) -> NamedSharding | None:
-    """The sharding of `x` on a mesh with explicit axes: a GEMM over a split dimension needs one for its result."""
-    return jax.typeof(x).sharding if shardings.is_explicit(x) else None
+def _explicit_shardings(*operands: Array) -> list[NamedSharding | None]:
+    """The shardings on a mesh with explicit axes: a GEMM over a split dimension needs one for its result.
+
+    An operand that was not put on the mesh of another is on all of its devices.
+    """
+    found = [jax.typeof(x).sharding for x in operands if shardings.is_explicit(x)]
+    if not found:
+        return [None] * len(operands)
+    whole = (NamedSharding(found[0].mesh, PartitionSpec(*[None] * x.ndim)) for x in operands)
+    return [jax.typeof(x).sharding if shardings.is_explicit(x) else w for x, w in zip(operands, whole, strict=True)]
 
 
 def plain_dot_general(
