@@ -1,7 +1,8 @@
 """Whole training steps of a GPT-like and a Llama-like stack, to be compiled: forward, backward, optimizer.
 
-A stack is layers of a large model without its ends: 16-bit activations [B, T, D] go in, and the loss is the mean of the
-squares that come out. Attention is cuDNN's flash attention. The optimizer clips by the global norm and runs AdamW.
+A stack is layers of a large model without its ends: 16-bit activations [B, T, D] go in, the stream between the layers
+keeps their dtype (x + layer(x) of a model without `dtype=` would be float32), and the loss is the mean of the squares
+that come out. Attention is cuDNN's flash attention. The optimizer clips by the global norm and runs AdamW.
 
 `by hand` is what a user writes in bfloat16: `dtype=` in every layer, bfloat16 params, float32 masters, no check of the
 gradients. The others name the precision once (`jaxmp.linen.TrainState`, `jaxmp.nnx.Optimizer`), and the model says no
@@ -115,12 +116,12 @@ def forward(kind: str, flash: bool, gated: bool, layer: Callable[[str], Callable
         q, k, v = (layer(name)(y).reshape(heads) for name in "qkv")
         q, k = rotated(q), rotated(k)
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if flash else "xla")
-    x = x + layer("out")(y.reshape(x.shape))
+    x = x + layer("out")(y.reshape(x.shape)).astype(x.dtype)
     y = layer("norm_2")(x)
     if gated:
-        return x + layer("mlp")(y)
+        return x + layer("mlp")(y).astype(x.dtype)
     hidden = nn.gelu(layer("up")(y)) if kind == "GPT" else nn.silu(layer("gate")(y)) * layer("up")(y)
-    return x + layer("down")(hidden)
+    return x + layer("down")(hidden).astype(x.dtype)
 
 
 def rotated(x: Array) -> Array:
