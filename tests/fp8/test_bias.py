@@ -200,6 +200,17 @@ def test_nnx(way):
         assert np.max(np.abs(np.asarray(y - flax_y, np.float32))) < 0.5
 
 
+def test_a_product_that_is_put_into_a_layer_later_needs_its_promote_dtype_too():
+    layer = nnx.Linear(32, 48, rngs=nnx.Rngs(0))
+    as_made = layer.promote_dtype
+    jaxmp.nnx.to_fp8(layer, CurrentScaling(), filter=everywhere)
+    layer.dot_general = jax.lax.dot_general
+    with pytest.raises(TypeError, match="KernelAndBiasForFp8DotGeneral"):
+        layer(X)
+    layer.promote_dtype = as_made
+    assert layer(X).shape == (64, 48)
+
+
 def test_a_layer_of_nnx_with_a_call_of_its_own_adds_its_bias_itself():
     class Twice(nnx.Linear):
         def __call__(self, x):

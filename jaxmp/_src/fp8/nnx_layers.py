@@ -77,7 +77,7 @@ class Fp8DotGeneral(nnx.Module):
     ) -> Float[Array, "..."]:
         """As `jax.lax.dot_general`; `precision` is not used."""
         del precision
-        rhs, bias = rhs if isinstance(rhs, _WithBias) else (rhs, None)
+        rhs, bias = (rhs.kernel, rhs.bias) if isinstance(rhs, KernelAndBiasForFp8DotGeneral) else (rhs, None)
         return layers_lib.dot_general(
             self.recipe,
             self.leaves(),
@@ -190,8 +190,9 @@ class Fp8ConvGeneralDilated(nnx.Module):
         return self.dot_general(pixels, kernel, numbers, None, kwargs.get("preferred_element_type"))
 
 
-class _WithBias(NamedTuple):
-    """A kernel, and the bias that the product adds."""
+@dataclasses.dataclass
+class KernelAndBiasForFp8DotGeneral:
+    """A kernel, and the bias that the product adds. Another product that gets it raises an error with this name."""
 
     kernel: Array
     bias: Array
@@ -211,7 +212,7 @@ class _BiasToProduct:
         inputs, kernel, promoted = self.promote(given, **kwargs)
         if promoted is None:
             return inputs, kernel, promoted
-        return inputs, _WithBias(kernel, given[2]), jnp.zeros_like(promoted)
+        return inputs, KernelAndBiasForFp8DotGeneral(kernel, given[2]), jnp.zeros_like(promoted)
 
 
 class _Kind(NamedTuple):
