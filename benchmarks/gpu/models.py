@@ -4,7 +4,6 @@ Attention is cuDNN's flash attention if the policy computes in 16 bits, otherwis
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,14 +17,16 @@ import jaxmp
 from benchmarks.gpu import sections
 from benchmarks.lib import trees
 from benchmarks.lib.timing import Bench, LeftOut, Variant, carried, planned
+from benchmarks.programs import steps
+from benchmarks.programs.steps import HEAD
 
-HEAD = 128  # of attention
 RECIPES = {
     "fp8 delayed": jaxmp.fp8.DelayedScaling(),
     "fp8 current": jaxmp.fp8.CurrentScaling(),
     "fp8 block": jaxmp.fp8.BlockScaling(),
 }
 MATMUL = (((1,), (0,)), ((), ()))
+FIRST = ("bf16", "fp8 delayed", steps.BY_HAND, steps.FP8_WEIGHTS)  # of a whole step, as a reader asks
 
 
 # --- matmuls ----------------------------------------------------------------------------------------------------------
@@ -42,8 +43,13 @@ def dense(bench: Bench) -> None:
 def dense_variant(rows: int, n_in: int, n_out: int, precision: str) -> Variant:
     """One Dense, forward and backward."""
     call = functools.partial(jax.jit(functools.partial(both_passes, precision)), *operands(rows, n_in, n_out))
-    notes = {"gemms_in": precision.split()[0]}
+    notes = {"gemms_in": gemms_in(precision)}
     return Variant(call, work={"flops": 6.0 * rows * n_in * n_out}, notes=lambda: notes)
+
+
+def gemms_in(precision: str) -> str:
+    """What the matmuls with weights multiply: bfloat16 for `fp8 block` too, as a Hopper has no block scales."""
+    return "bf16" if precision == "fp8 block" else precision.split()[0]
 
 
 def operands(rows: int, n_in: int, n_out: int) -> tuple[Any, ...]:
@@ -92,67 +98,11 @@ class Layer(nn.Module):
         heads = {"q": width // HEAD, "k": self.kv_heads, "v": self.kv_heads}
         q, k, v = (dense(n * HEAD, name=name)(y).reshape(*x.shape[:2], n, HEAD) for name, n in heads.items())
         attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn" if self.flash else "xla")
-        y = attention(rotated(q), rotated(k), v, is_causal=True)
+        y = attention(steps.rotated(q), steps.rotated(k), v, is_causal=True)
         x = x + dense(width, name="o")(y.reshape(x.shape))
         y = norm()(x).astype(self.dtype)
         hidden = width * 7 // 2
         return x + dense(width, name="down")(nn.silu(dense(hidden, name="gate")(y)) * dense(hidden, name="up")(y))
-
-
-def rotated(x: jax.Array) -> jax.Array:
-    """Rotary positions, [B, T, H, 128]."""
-    angles = jnp.arange(x.shape[1])[:, None] * 5e5 ** -jnp.linspace(0.0, 1.0, HEAD // 2, endpoint=False)[None]
-    cos, sin = (f(angles)[None, :, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
-class GptLayer(nn.Module):
-    """A layer as in GPT: LayerNorm, all heads with keys and values of their own, MLP of 4 times the width, biases.
-
-    [B, T, D] -> [B, T, D]: matmuls and attention in `dtype`, norms in float32.
-    """
-
-    dtype: Any
-    flash: bool
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        width = x.shape[-1]
-        dense = functools.partial(nn.Dense, dtype=self.dtype)
-        norm = functools.partial(nn.LayerNorm, dtype=jnp.float32)
-        qkv = dense(3 * width, name="qkv")(norm()(x).astype(self.dtype)).reshape(*x.shape[:2], 3, width // HEAD, HEAD)
-        attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn" if self.flash else "xla")
-        y = attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
-        x = x + dense(width, name="o")(y.reshape(x.shape))
-        return x + dense(width, name="down")(nn.gelu(dense(4 * width, name="up")(norm()(x).astype(self.dtype))))
-
-
-class Transformer(nn.Module):
-    """Tokens int32 [B, T] to logits [B, T, V] in `dtype`: embedding, layers, a norm, the embedding as the head."""
-
-    kind: str  # "GPT" or "Llama"
-    width: int
-    layers: int
-    vocabulary: int
-    dtype: Any
-    flash: bool
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype, name="embedding")
-        x = embed(tokens)
-        if self.kind == "GPT":
-            positions = nn.Embed(tokens.shape[1], self.width, dtype=self.dtype, name="positions")
-            x = x + positions(jnp.arange(tokens.shape[1]))[None]
-        for _ in range(self.layers):
-            x = (
-                GptLayer(self.dtype, self.flash)(x)
-                if self.kind == "GPT"
-                else Layer(max(self.width // HEAD // 4, 1), self.dtype, self.flash)(x)
-            )
-        norm = nn.LayerNorm if self.kind == "GPT" else nn.RMSNorm
-        return embed.attend(norm(dtype=jnp.float32)(x).astype(self.dtype))
 
 
 def llama_of(width: int, policy: jaxmp.Policy, *, flash: bool) -> Layer:
@@ -179,49 +129,57 @@ def crossover(bench: Bench) -> None:
 
 
 def gpt(bench: Bench) -> None:
-    """A whole training step of a GPT."""
-    whole_step(bench, "GPT", ("bf16", "fp8"))
+    """A whole training step of GPT-like layers."""
+    whole_step(bench, "GPT", FIRST)
 
 
 def llama(bench: Bench) -> None:
-    """A whole training step of a Llama."""
-    whole_step(bench, "Llama", ("bf16", "fp8"))
+    """A whole training step of a Llama-like layer."""
+    whole_step(bench, "Llama", FIRST)
 
 
 def policies(bench: Bench) -> None:
-    """The same steps in the other recipes and policies; the last has bfloat16 params with masters, and fp8 matmuls."""
-    others = ("fp8 current", "fp8 block", "fp16", "tf32", "fp32", "bf16+fp8")
+    """The same steps in the other recipes, and in fp16."""
     for kind in sections.STEPS:
-        whole_step(bench, kind, others[:1] if bench.tiny else others)
+        whole_step(bench, kind, [name for name in steps.PRECISIONS if name not in FIRST])
 
 
-def whole_step(bench: Bench, kind: str, policy_names: Sequence[str]) -> None:
-    """Loss, gradients and optimizer of a whole model; its layers are as wide as in models of 8 billion params."""
-    width, layers, vocabulary = (128, 1, 256) if bench.tiny else (4096, 2, 32768)
-    tokens = jax.random.randint(jax.random.key(0), (1, 33) if bench.tiny else (4, 2049), 0, vocabulary)
+def whole_step(bench: Bench, kind: str, precisions: Sequence[str]) -> None:
+    """Loss, gradients and optimizer of the programs that `python -m benchmarks h100 steps` counts."""
+    stack = next(stack for stack in steps.STACKS if stack.kind == kind)
+    if bench.tiny:
+        stack, precisions = stack._replace(width=128, layers=1, sequences=1, length=16), precisions[:2]
+    build = functools.partial(_whole_step, bench, stack)
+    bench.compare(sections.STEPS[kind], {name: functools.partial(build, name) for name in precisions})
 
-    def build(policy_name: str) -> Variant:
-        policy, recipe = precision_of(policy_name)
 
-        def with_attention(flash: bool) -> Variant:
-            model = Transformer(kind, width, layers, vocabulary, policy.compute_dtype, flash)
+def _whole_step(bench: Bench, stack: steps.Stack, precision: str) -> Variant:
+    rows = stack.sequences * stack.length
+    weights = sum(n_in * n_out for n_in, n_out in stack.matrices.values())
+    # 6 for each weight of a matmul and token, and as many for each past position: causal, forward and backward.
+    flops = 6.0 * rows * stack.layers * (weights + stack.length * stack.width)
 
-            def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-                logits = model.apply({"params": params}, tokens[:, :-1]).astype(jnp.float32)
-                return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    def build(flash: bool) -> Variant:
+        step = steps.Step(stack, precision, flash=flash)
+        program, shape = steps.program(step), steps.example(step)
+        x = jax.random.normal(jax.random.key(0), shape.shape, shape.dtype)
+        state = jax.jit(program.init)()
+        compiled = jax.jit(program.run, donate_argnums=0).lower(state, x).compile()
+        held = [state]
+        del state
 
-            rows, length = tokens.shape[0], tokens.shape[1] - 1
-            step = train_step(policy, recipe, model, loss_fn, tokens[:, :-1], tokens, tokens=rows * length)
-            # 6 for each weight of a matmul and token, and as many for each past position: causal, forward and backward.
-            weights = step.notes()["matmul_params"]
-            flops = 6.0 * rows * length * (weights + layers * length * width)
-            return step._replace(work={**step.work, "flops": flops})
+        def call() -> Any:
+            held[0], loss = compiled(held[0], x)
+            return loss
 
-        return _with_flash(bench, policy, f"{kind}, {policy_name}", with_attention)
+        def notes() -> dict[str, Any]:
+            skipped = {} if precision == steps.BY_HAND else {"skipped_steps": int(held[0].metrics["skipped_steps"])}
+            found = {"step": step.row, "params": stack.layers * weights, **skipped}
+            return found | {"gemms_in": gemms_in(precision), **planned(compiled)}
 
-    bench.compare(
-        sections.STEP.format(kind, layers, width), {name: functools.partial(build, name) for name in policy_names}
-    )
+        return Variant(call, work={"tokens": float(rows), "flops": flops}, notes=notes)
+
+    return _with_flash(bench, True, f"{stack.kind}, {precision}", build)
 
 
 def _layer_step(bench: Bench, width: int, tokens: tuple[int, int], *, policy_name: str, trains: bool = True) -> Variant:
@@ -236,17 +194,17 @@ def _layer_step(bench: Bench, width: int, tokens: tuple[int, int], *, policy_nam
 
         return train_step(policy, recipe, model, loss_fn, x, x, trains=trains, tokens=tokens[0] * tokens[1])
 
-    return _with_flash(bench, policy, f"width {width}, {policy_name}", build)
+    return _with_flash(bench, policy.computes_in_16_bits, f"width {width}, {policy_name}", build)
 
 
-def _with_flash(bench: Bench, policy: jaxmp.Policy, which: str, build: Callable[[bool], Variant]) -> Variant:
+def _with_flash(bench: Bench, in_16_bits: bool, which: str, build: Callable[[bool], Variant]) -> Variant:
     """The step with flash attention where it computes in 16 bits and cuDNN has it; its row says which it is."""
 
     def named(flash: bool) -> Variant:
         step = build(flash)
         return step._replace(notes=lambda: step.notes() | {"attention": "cudnn" if flash else "xla"})
 
-    if policy.computes_in_16_bits and not bench.tiny:
+    if in_16_bits and not bench.tiny:
         try:
             return named(flash=True)
         except Exception as e:
@@ -259,9 +217,7 @@ def _with_flash(bench: Bench, policy: jaxmp.Policy, which: str, build: Callable[
 
 def precision_of(name: str) -> tuple[jaxmp.Policy, Any]:
     """The policy with this name, and its recipe if matmuls run in fp8."""
-    policy = jaxmp.get_policy(name.split()[0].removesuffix("+fp8"), keep_fp32=("*Norm*",))
-    if name in RECIPES:
-        policy = dataclasses.replace(policy, recipe=RECIPES[name])
+    policy = jaxmp.get_policy(name.removesuffix("+fp8"), keep_fp32=("*Norm*",))
     return policy, jaxmp.fp8.DelayedScaling() if name.endswith("+fp8") else policy.recipe
 
 
@@ -304,12 +260,8 @@ def train_step(
         return jaxmp.apply_gradients(tx, grads, opt_state, params)
 
     state = init(jax.random.key(1))
-    leaves = jax.tree_util.tree_leaves_with_path(state[0])
-    multiplied = [x.size for path, x in leaves if x.ndim > 1 and "positions" not in jax.tree_util.keystr(path)]
     compiled = jax.jit(step, donate_argnums=0 if trains else ()).lower(state, batch).compile()
-    fixed = {"params": trees.size(state[0]), "matmul_params": sum(multiplied), **planned(compiled)}
-    if recipe or policy.computes_in_16_bits:
-        fixed["gemms_in"] = "fp8" if recipe else "bf16"
+    fixed = {"params": trees.size(state[0]), **planned(compiled)}
     if not trains:
         return Variant(lambda: compiled(state, batch), work={"tokens": float(tokens)}, notes=lambda: fixed)
     call = carried(compiled, state, batch)

@@ -12,18 +12,13 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from benchmarks.gpu.sections import CAST_WAYS, CASTS, DENSE, LAYER, OPTIMIZER, ROWS, SECTIONS, SIDES, STEPS
+from benchmarks.lib import roofline
 from benchmarks.lib.record import BAD, LEFT_OUT, NO_TIME, PASSED, Record, run_of
 from benchmarks.lib.tables import README, ROOT, markdown, markers, with_versions, write_between
 
 FRONT = ROOT / "README.md"  # its table is the short one
 NOT_YET = "No run on a GPU yet, so no times."
 FILE, PICTURE = "rows.jsonl", "speedups.svg"
-# Operations a second of dense matrices, from the vendor's data sheets
-PEAKS = {
-    "NVIDIA H100 80GB HBM3": {"bf16": 989e12, "fp8": 1979e12},
-    "NVIDIA H100 PCIe": {"bf16": 756e12, "fp8": 1513e12},
-    "NVIDIA H200": {"bf16": 989e12, "fp8": 1979e12},
-}
 
 
 class Target(NamedTuple):
@@ -70,7 +65,7 @@ def all_targets() -> list[Target]:
     what = LAYER.format(4096)
     found.append(Target("crossover", what, ("bf16", "us"), ("fp8", "us"), 1.35, "times as fast as bf16"))
     for kind, what in STEPS.items():
-        memory = ("bf16", "peak_mib"), ("fp8", "peak_mib")
+        memory = ("bf16", "peak_mib"), ("fp8 delayed", "peak_mib")
         found.append(Target(kind.lower(), what, *memory, 1.0, "no more memory than bf16"))
     what = "apply_gradients, AdamW with masters"
     found.append(Target("offload", what, ("device", "peak_mib"), ("host", "peak_mib"), 1.2, "times less memory"))
@@ -116,7 +111,10 @@ def hidden_share(rows: list[dict[str, Any]]) -> None:
 
 
 def targets(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """The targets of these sections with the measured values; `holds` is None if the comparison could not run here."""
+    """The targets of these sections with the measured values.
+
+    `holds` is None where a program could not run here, or ran and does not have the value, as without `copy`.
+    """
     rows = rows_of(records)
     items = {record.section: record.items for record in records}
     found = []
@@ -125,12 +123,15 @@ def targets(records: Sequence[Record]) -> list[dict[str, Any]]:
             continue
         by = {row["variant"]: row for row in rows[target.section] if row["what"] == target.what and "variant" in row}
         values = [by.get(variant, {}).get(field) for variant, field in filter(None, (target.of, target.by))]
-        states = {
+        states = [
             items[target.section].get(f"{target.what}, {variant}", {}).get("state")
             for variant, _ in filter(None, (target.of, target.by))
-        }
+        ]
         got = None if None in values else values[0] / values[1] if target.by else values[0]
-        holds = None if got is None and LEFT_OUT in states else got is not None and got >= target.least
+        unknown = LEFT_OUT in states or any(
+            state == PASSED and v is None for state, v in zip(states, values, strict=True)
+        )
+        holds = None if got is None and unknown else got is not None and got >= target.least
         wanted = f"{target.least:g} {target.meaning}"
         found.append({"what": target.what, "wanted": wanted, "got": got, "holds": holds})
     return found
@@ -312,7 +313,8 @@ class Answer(NamedTuple):
 
     what: str
     measured: str
-    of_peak: float | None  # of what the device can do: operations of its GEMMs' dtype, or bytes of a large copy
+    us: float | None = None
+    least_us: float | None = None  # by roofline
     speedup: float | None = None
 
 
@@ -323,7 +325,7 @@ def answers(records: Sequence[Record], device: str) -> list[Answer]:
     for record in records:
         if record.section in ("right", "correctness"):
             of = f"{record.counts().get(PASSED, 0)} of {len(record.items)} passed"
-            found.append(Answer(f"right: {SECTIONS[record.section].about}", of, None))
+            found.append(Answer(f"right: {SECTIONS[record.section].about}", of))
     gemms = [DENSE.format(ROWS, *sides) for sides in SIDES]
     precisions = list(dict.fromkeys(variant for what, variant in rows if what in gemms))
     for about, whats in ((f"Dense {SIDES[0][0]}x{SIDES[0][1]}", gemms[:1]), ("12 GEMMs of a layer", gemms)):
@@ -338,14 +340,14 @@ def answers(records: Sequence[Record], device: str) -> list[Answer]:
             for short_name, start in (("by hand", "by hand"), ("optax, float32 params", "optax.clip")):
                 times = [r["us"] for v, r in others.items() if v.startswith(start)]
                 if times:
-                    found.append(_beside(f"optimizer, fp16, beside {short_name}", min(times), row))
+                    found.append(_beside(f"optimizer, fp16, beside {short_name}", min(times), row, device))
         if what == CAST_WAYS.format(ROWS, *SIDES[0]) and variant == row["table"]:
             found += _of_ways(rows, row)
         if what in (CASTS.format(8192, "float32"), CASTS.format(8192, "bfloat16")) and variant == "mosaic":
             beside = rows.get((what, "xla"))
             if beside:
                 about = f"`{what.split(',')[0]}`, {what.split()[-1]}, beside cast and XLA's transpose"
-                found.append(_beside(about, beside["us"], row))
+                found.append(_beside(about, beside["us"], row, device))
     return found
 
 
@@ -357,10 +359,11 @@ def _of_many(
     if len(both) < len(pairs):
         return []
     before, after = (sum(row["us"] for row in column) for column in zip(*both, strict=True))
-    flops = sum(b["flops_per_s"] * b["us"] for _, b in both) / after
+    least = [roofline.least_us(row, device) for _, row in both]
     first = both[0][1]
     speedup = None if first is both[0][0] else before / after
-    return [Answer(f"{about}, {first['variant']}", f"{after / 1e3:.2f} ms", _of_peak(flops, first, device), speedup)]
+    whole = None if None in least else sum(filter(None, least))
+    return [Answer(f"{about}, {first['variant']}", f"{after / 1e3:.2f} ms", after, whole, speedup)]
 
 
 def _of_ways(rows: Mapping[tuple[str, str], dict[str, Any]], first: Mapping[str, Any]) -> list[Answer]:
@@ -378,19 +381,15 @@ def _of_step(kind: str, row: dict[str, Any], bf16: dict[str, Any] | None, device
     parts = [f"{row['us'] / 1e3:.1f} ms, {row['tokens_per_s'] / 1e3:.1f} k tokens/s"]
     parts += [f"{row['peak_mib'] / 1024:.1f} GiB"] if "peak_mib" in row else []
     speedup = bf16["us"] / row["us"] if bf16 and bf16 is not row else None
-    flops = row.get("flops_per_s", 0.0)
-    return [Answer(f"{kind} step, {row['variant']}", ", ".join(parts), _of_peak(flops, row, device), speedup)]
+    return [
+        Answer(f"{kind} step, {row['variant']}", ", ".join(parts), row["us"], roofline.least_us(row, device), speedup)
+    ]
 
 
-def _of_peak(flops_per_s: float, row: Mapping[str, Any], device: str) -> float | None:
-    peak = PEAKS.get(device, {}).get(row.get("gemms_in", ""))
-    return flops_per_s / peak if peak and flops_per_s else None
-
-
-def _beside(about: str, other_us: float, row: Mapping[str, Any]) -> Answer:
+def _beside(about: str, other_us: float, row: Mapping[str, Any], device: str = "") -> Answer:
     says = "faster" if row["us"] < other_us else "slower"
     text = f"{says}: {row['us']:.0f} us, the other {other_us:.0f} us"
-    return Answer(about, text, row.get("of_copy"), other_us / row["us"])
+    return Answer(about, text, row["us"], roofline.least_us(row, device), other_us / row["us"])
 
 
 def short(folder: Path, page_folder: Path) -> str:
@@ -403,12 +402,20 @@ def short(folder: Path, page_folder: Path) -> str:
     if not found:
         return ""
     (folder / PICTURE).write_text(picture([a for a in found if a.speedup], f"times as fast, on {device}"))
-    cells = [[f"on {device}", "measured", "times as fast", "of the roofline"]]
+    cells = [[f"on {device}", "measured", "times as fast", "by roofline", "of it"]]
     for a in found:
         speedup = "" if a.speedup is None else f"{a.speedup:.2f}"
-        cells.append([a.what, a.measured, speedup, "" if a.of_peak is None else f"{a.of_peak:.0%}"])
+        cells.append([a.what, a.measured, speedup, *_beside_roofline(a)])
     where = Path(os.path.relpath(folder / PICTURE, page_folder)).as_posix()
     return f"![Speedups on {device}]({where})\n\n{markdown(cells)}"
+
+
+def _beside_roofline(answer: Answer) -> tuple[str, str]:
+    """The least time, and its share of the measured one."""
+    if answer.us is None or answer.least_us is None:
+        return "", ""
+    text = f"{answer.least_us / 1e3:.2f} ms" if answer.least_us >= 1e3 else f"{answer.least_us:.0f} us"
+    return text, f"{answer.least_us / answer.us:.0%}"
 
 
 def picture(bars: Sequence[Answer], title: str) -> str:

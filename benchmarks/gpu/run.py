@@ -62,7 +62,10 @@ def main(arguments: Sequence[str], *, sections: Mapping[str, Section] = SECTIONS
     stopped = False
     before = {s: signal.signal(s, _stop) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
-        found = look(runner, machine, out, options, ends)
+        try:
+            found = look(runner, machine, out, options, ends)
+        except Stopped as e:
+            found = f"stopped by {e} before anything was measured"
         if isinstance(found, str):
             print(found, file=sys.stderr)
             return 2

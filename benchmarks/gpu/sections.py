@@ -38,8 +38,8 @@ SECTIONS = {
     "right": Section("benchmarks.gpu.right:right", "a Dense and a test of each kernel, against NumPy", 20.0, 20.0),
     # How much faster are the GEMMs of fp8, and a whole step?
     "dense": Section("benchmarks.gpu.models:dense", "a Dense and the 12 GEMMs of a layer, bf16 and fp8", 100.0, 30.0),
-    "gpt": Section("benchmarks.gpu.models:gpt", "a whole step of a GPT in bf16 and fp8", 80.0, 70.0),
-    "llama": Section("benchmarks.gpu.models:llama", "a whole step of a Llama in bf16 and fp8", 80.0, 70.0),
+    "gpt": Section("benchmarks.gpu.models:gpt", "a whole step of GPT layers, bf16 and fp8", 80.0, 70.0),
+    "llama": Section("benchmarks.gpu.models:llama", "a whole step of a Llama layer, bf16 and fp8", 80.0, 70.0),
     # What do the optimizer, copies and casts cost?
     "copy": Section("benchmarks.gpu.kernels:copy", "the bandwidth of a large copy", 20.0, 20.0),
     "optimizer": Section("benchmarks.gpu.optimizer:optimizer", "the optimizer's side of a step", 90.0),
@@ -47,7 +47,7 @@ SECTIONS = {
     # The rest
     "correctness": Section("benchmarks.gpu.correctness:correctness", "each kernel against NumPy", 110.0, 25.0),
     "tree": Section("benchmarks.gpu.kernels:tree", "kernels over all leaves beside XLA and torch", 110.0),
-    "policies": Section("benchmarks.gpu.models:policies", "the whole steps in other recipes and policies", 200.0, 70.0),
+    "policies": Section("benchmarks.gpu.models:policies", "the whole steps in other recipes, and in fp16", 200.0, 70.0),
     "crossover": Section("benchmarks.gpu.models:crossover", "the width of a layer from which fp8 is faster", 90.0),
     "block": Section("benchmarks.gpu.models:block", "a transformer block in fp8 beside bf16", 60.0),
     "offload": Section("benchmarks.gpu.offload:offload", "state in host memory", 140.0, alone=True),
@@ -75,8 +75,8 @@ ROWS = 8192  # of the Dense layers: tokens
 SIDES = ((4096, 4096), (4096, 12288), (4096, 16384), (16384, 4096))
 DENSE = "Dense {}x{}x{}, forward and backward"
 LAYER = "training step of a Llama layer, width {}"
-STEP = "training step of a {}, {} layers of width {}"
-STEPS = {kind: STEP.format(kind, 2, 4096) for kind in ("GPT", "Llama")}
+STACKS = {"GPT": (2, 2048), "Llama": (1, 4096)}  # layers and width: the steps that `h100 steps` counts
+STEPS = {kind: f"training step, {kind}, width {width}, layers: {n}" for kind, (n, width) in STACKS.items()}
 OPTIMIZER = "optimizer step, GPT-2 small"
 CAST_WAYS = "casts of a Dense {}x{}x{}, forward and backward"
 CASTS = "cast_transpose_amax, {0}x{0} {1}"

@@ -31,14 +31,12 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.lib import aot
 from benchmarks.lib.benchmark import Benchmark, Rows
+from benchmarks.lib.roofline import IN_16_BITS, IN_FP8, LAUNCH, MEMORY
 from benchmarks.lib.tables import markdown
 from benchmarks.lib.versions import H100, versions
 from benchmarks.programs import steps
 from benchmarks.programs.fp8_matmuls import FP8_GEMM, GEMM, OPTIONS
 
-MEMORY = 2.9e12  # bytes a second
-IN_16_BITS, IN_FP8 = 650e12, 1150e12  # multiplications and additions a second
-LAUNCH = 2e-6  # seconds
 ATTENTION = "__cudnn$fmha"
 NAMED = 0.02  # of the bytes of the rest
 MOST_OF_BY_HAND, MOST_OF_REST, FASTER = 1.02, 1.1, {"GPT": 1.4, "Llama": 1.48}
@@ -180,7 +178,7 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def render(results: dict[str, Any]) -> str:
-    """The steps, what those on one device in linen without remat miss, and their kernels that move most beside GEMMs."""
+    """The steps; then, of those on one device in linen without remat: what they miss, and their largest kernels."""
     rows = results["rows"]
     head = ["step", "kernels", "GEMMs", "of them fp8", "GEMMs MiB", "GEMMs ms", "rest MiB", "rest ms", "temp MiB", "ms"]
     cells = [[*head, "rest / bf16's", "bf16 / this"]]

@@ -257,8 +257,8 @@ def by_hand(step: Step) -> Program:
 def _functions(step: Step, dtype: Any) -> tuple[Callable[[], PyTree], Callable[[PyTree, Array], Any]]:
     """What makes the params, and the model as a function of them."""
     if step.framework == "linen":
-        model = Model(step, dtype)
-        return lambda: model.init(jax.random.key(0), zeros(step))["params"], _applied(model)
+        small = Model(step._replace(flash=False), dtype)  # the params are the same
+        return lambda: small.init(jax.random.key(0), zeros(step))["params"], _applied(Model(step, dtype))
     graph, _ = jax.eval_shape(lambda: nnx.split(NnxModel(step, dtype)))
     return lambda: nnx.state(NnxModel(step, dtype)), lambda params, x: nnx.merge(graph, params)(x)
 

@@ -4,6 +4,7 @@ The driver's tests run sections that use no jax: what they crash is a process of
 ALL=1.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 
 from benchmarks.gpu import report, run as gpu, sections as gpu_sections_table
 from benchmarks.gpu.sections import Section
+from benchmarks.lib import roofline
 from benchmarks.lib.record import Record, append, run_of
 from benchmarks.lib.tables import ROOT, markers
 from benchmarks.lib.timing import Bench, LeftOut, OutOfTime, Variant
@@ -182,6 +184,15 @@ def test_a_driver_that_is_stopped_says_what_it_has(drive, tmp_path, capsys):
     time.sleep(0.1)
     with pytest.raises(ProcessLookupError):  # and leaves no process behind
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_driver_that_is_stopped_before_it_measures_says_so(drive, monkeypatch, capsys):
+    def stopped(*args):
+        raise gpu.Stopped("SIGTERM")
+
+    monkeypatch.setattr(gpu, "look", stopped)
+    assert drive("sound")[0] == 2
+    assert "stopped by SIGTERM before anything was measured" in capsys.readouterr().err
 
 
 def test_what_there_is_no_time_for_is_not_started(drive, tmp_path, capsys):
@@ -462,7 +473,8 @@ def test_targets_are_held_missed_or_not_measured(tmp_path):
         casts=[row("cast_transpose_amax, 8192x8192 bfloat16", "mosaic", us=1.0, bytes_per_s=3.6e12)],
         dense=[row(DENSE, "bf16", us=160.0), row(DENSE, "fp8 delayed", us=100.0)],
         crossover=[row(LAYER, "bf16", us=110.0), row(LAYER, "fp8", us=100.0)],
-        gpt=[row(STEPS["GPT"], name, us=100.0, peak_mib=10.0, tokens_per_s=1e4) for name in ("bf16", "fp8")],
+        gpt=[row(STEPS["GPT"], name, us=100.0, peak_mib=10.0, tokens_per_s=1e4) for name in ("bf16", "fp8 delayed")],
+        llama=[row(STEPS["Llama"], name, us=100.0, tokens_per_s=1e4) for name in ("bf16", "fp8 delayed")],
         offload=[*bus, *steps],
     )
     found = {(t["what"], t["wanted"]): t for t in report.targets(records)}
@@ -471,6 +483,7 @@ def test_targets_are_held_missed_or_not_measured(tmp_path):
     assert found[DENSE, "1.5 times as fast as bf16"]["got"] == pytest.approx(1.6)
     assert found[LAYER, "1.35 times as fast as bf16"]["holds"] is False
     assert found[STEPS["GPT"], "1 no more memory than bf16"]["holds"] is True
+    assert found[STEPS["Llama"], "1 no more memory than bf16"]["holds"] is None  # a program that has no plan
     # 50 GB over the bus take a second alone; the step became half a second longer.
     assert found[STACKED, "0.5 of the copies hidden"]["got"] == pytest.approx(0.5)
     # A kernel that gave no time is a miss; torch that is not there is none.
@@ -513,18 +526,20 @@ def test_the_short_table_answers_what_a_reader_asks_first(tmp_path):
     gemms = []
     for n_in, n_out in gpu_sections_table.SIDES:
         work = flops * n_in * n_out / 4096
-        for variant, us in (("bf16", 2000.0), ("fp8 current", 1000.0)):
+        for variant, us in (("bf16", 2400.0), ("fp8 current", 1200.0)):
             kind = variant.split()[0]
             fields = {"us": us, "flops_per_s": work / us * 1e6, "gemms_in": kind}
             gemms.append(row(gpu_sections_table.DENSE.format(8192, n_in, n_out), variant, **fields))
-    step = {"tokens_per_s": 4e4, "peak_mib": 2048.0, "gemms_in": "fp8"}
+    counted = {r["row"]: r["ms"] for r in json.loads(roofline.COUNTED.read_text())["rows"]}
+    step = {"tokens_per_s": 4e4, "peak_mib": 2048.0, "flops_per_s": 1e15, "attention": "cudnn"}
     fused, hand = "jaxmp.fused_adamw, fp16", "by hand, select: fp16 params, fp32 masters, clip, adamw"
     cast = gpu_sections_table.CASTS.format(8192, "bfloat16")
     names = {"copy": [row("copy", "memcpy", us=1.0, bytes_per_s=4e12)]}
     names["right"] = [row("Dense", "bf16", gap_y=0.0)]
     names["dense"] = gemms
     names["llama"] = [
-        row(STEPS["Llama"], name, us=us, flops_per_s=9.895e14, **step) for name, us in (("bf16", 3e5), ("fp8", 2e5))
+        row(STEPS["Llama"], name, us=us, step=f"Llama, linen, {name}", **step)
+        for name, us in (("bf16", 3e5), ("fp8 delayed", 2e5))
     ]
     names["optimizer"] = [
         row(gpu_sections_table.OPTIMIZER, fused, us=100.0, bytes_per_s=3.6e12),
@@ -547,12 +562,13 @@ def test_the_short_table_answers_what_a_reader_asks_first(tmp_path):
     ]
     right, _, dense, bf16, twelve, _, fp8, by_hand, by_optax, casts = found
     assert right.measured == "1 of 1 passed"
-    assert dense.of_peak == pytest.approx(flops * 4096 / 1e-3 / 1979e12)
+    assert dense.least_us == pytest.approx(flops * 4096 / 1150e6)
     whole = sum(flops * n_in * n_out / 4096 for n_in, n_out in gpu_sections_table.SIDES)
-    assert twelve.of_peak == pytest.approx(whole / 4e-3 / 1979e12) and twelve.measured == "4.00 ms"
-    assert bf16.of_peak == pytest.approx(whole / 8e-3 / 989e12) and bf16.measured == "8.00 ms"
-    assert fp8.measured == "200.0 ms, 40.0 k tokens/s, 2.0 GiB" and fp8.of_peak == pytest.approx(0.5)
-    assert by_hand.of_peak == pytest.approx(0.9) and casts.of_peak == pytest.approx(0.5)
+    assert twelve.least_us == pytest.approx(whole / 1150e6) and twelve.measured == "4.80 ms"
+    assert bf16.least_us == pytest.approx(whole / 650e6) and bf16.measured == "9.60 ms"
+    assert fp8.measured == "200.0 ms, 40.0 k tokens/s, 2.0 GiB"
+    assert fp8.least_us == pytest.approx(1e3 * counted["Llama, linen, fp8 delayed"], abs=5)  # three rounded parts
+    assert by_hand.least_us == pytest.approx(2 + 3.6e8 / 2.9e6) and casts.least_us == pytest.approx(2 + 2e8 / 2.9e6)
     assert casts.measured.startswith("slower") and by_optax.measured.startswith("faster")
     # Both ways of the casts: the one of the table beside the other, which is faster here.
     ways = []
@@ -571,6 +587,7 @@ def test_the_short_table_answers_what_a_reader_asks_first(tmp_path):
     # The picture has a bar for each speedup.
     text = report.short(tmp_path, tmp_path.parent)
     assert f"]({tmp_path.name}/{report.PICTURE})" in text and "| 0.90 " in text
+    assert "| by roofline | of it |" in text and f"| {counted['Llama, linen, fp8 delayed']:.2f} ms" in text
     drawn = ElementTree.parse(tmp_path / report.PICTURE).getroot()
     assert len(drawn.findall("{*}rect")) == 1 + sum(a.speedup is not None for a in found)
 
@@ -596,6 +613,26 @@ def test_fp8_pays_from_the_width_behind_which_it_always_does(fp8_us, width):
     assert found["width"] == width
     if width:
         assert (found["layers"], found["params"]) == (width // 128, width // 128 * width**2)
+
+
+def test_a_least_time_is_that_of_its_device_and_of_the_program_that_was_counted():
+    counted = json.loads(roofline.COUNTED.read_text())["rows"][0]
+    step = {"step": counted["row"], "attention": "cudnn", "us": 1e6}
+    h100, h200 = (roofline.least_us(step, device) for device in roofline.DEVICES)
+    assert h100 == pytest.approx(1e3 * counted["ms"], abs=5)
+    assert h100 - h200 == pytest.approx(1e3 * counted["rest_ms"] * (1 - 3.35 / 4.8))
+    assert roofline.least_us(step, "NVIDIA A100") is None  # not counted for it
+    assert roofline.least_us(step | {"attention": "xla"}, "NVIDIA H200") is None  # another program
+    assert roofline.least_us(step | {"step": "GPT, linen, bf16 by foot"}, "NVIDIA H200") is None
+    assert roofline.least_us({"us": 1.0}, "NVIDIA H200") is None
+
+
+def test_whole_steps_are_the_programs_that_are_counted():
+    from benchmarks.gpu import models
+    from benchmarks.programs import steps
+
+    assert {stack.kind: (stack.layers, stack.width) for stack in steps.STACKS} == gpu_sections_table.STACKS
+    assert set(models.FIRST) < set(steps.PRECISIONS)
 
 
 def test_every_target_is_of_a_row_that_a_section_makes():

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import jaxmp
+from benchmarks.lib.tables import markers
 from helpers import ROOT, python_blocks
 from matmul_dtypes import matmuls_in
 
@@ -64,8 +65,15 @@ def namespaces():
     return printed, found
 
 
+def written_by_hand():
+    """The README without what `make gpu` writes into it, once a GPU was timed."""
+    begin, end = markers("gpu")
+    before, rest = README.read_text().split(begin)
+    return before + rest.split(end)[1]
+
+
 def test_it_has_at_most_seven_kilobytes():
-    assert len(README.read_bytes()) <= 7000
+    assert len(written_by_hand().encode()) <= 7000
 
 
 def test_the_diff_changes_three_lines():
