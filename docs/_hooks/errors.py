@@ -54,7 +54,7 @@ def errors() -> dict[str, list[tuple[str, str]]]:
 def page_text() -> str:
     """The page."""
     lines = [
-        "---\nhide:\n  - toc\n---\n\n# Errors",
+        "---\nhide:\n  - toc\nsearch:\n  boost: 0.2\n---\n\n# Errors",
         "",
         f"Every error message of jaxmp, by the part that raises it; {GAP} stands for what the message takes from your "
         "call: a path, a shape, a dtype. A message says the rule, what was got, and the fix. This page is made from "
