@@ -100,7 +100,6 @@ CALCULATED = {
         "up to 1 MiB of partial sums",
         "makes that folder, 3 MiB",
         "20 launches of each kernel",
-        "6 bytes per param",  # float32 in, e4m3 out in two layouts
     ),
     "docs/how-to/step/sharding.md": ("a mixed-precision step needs 16 or 18 bytes for every parameter",),
 }
