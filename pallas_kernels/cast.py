@@ -45,9 +45,13 @@ def cast_tree(tree: PyTree, dtype: Any, *, scale: Float[Array, ""] | float = 1.0
 
 
 def _cast(name: str, values: Values) -> tuple[list[Array], list[Array]]:
-    x = values.reads[0].astype(jnp.float32) * values.scalars[0]
+    return [narrowed(name, values.reads[0].astype(jnp.float32) * values.scalars[0])], []
+
+
+def narrowed(name: str, x: Float[Array, "..."]) -> Array:
+    """`reference.saturating_cast` of a block or of one number in a kernel."""
     is_scalar_fp8 = x.ndim == 0 and name.startswith("float8")
-    return [_scalar_fp8(name, x) if is_scalar_fp8 else reference.saturating_cast(x, name)], []
+    return _scalar_fp8(name, x) if is_scalar_fp8 else reference.saturating_cast(x, name)
 
 
 def _scalar_fp8(name: str, x: Float[Array, ""]) -> Array:

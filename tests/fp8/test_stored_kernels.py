@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 
 import flax.linen as nn
 import jax
@@ -16,6 +17,7 @@ import regimes
 from helpers import assert_close, assert_exact, assert_moved, assert_same_program, assert_within_ulps
 from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import linen_layers, stored_kernels
+from pallas_kernels import backend as backends, late_scales
 
 RECIPE = jaxmp.fp8.DelayedScaling(amax_history_len=3)
 WIDTH = 16
@@ -174,6 +176,82 @@ def test_the_scale_falls_when_weights_outgrow_it():
     loaded = jaxmp.fp8.load_weights(params, jnp.float32)["Dense_1"]["kernel"]
     # the scale is one step behind, as all delayed scales are: 100 was known, 150 is written
     assert_close(loaded, jnp.clip(opt_state_master(opt_state)["Dense_1"]["kernel"], -112, 112), rtol=2.0**-4)
+
+
+def by_hand(history, scale, amax):
+    """(history, scale) after a step by the equations of delayed scaling, in NumPy."""
+    filled = np.concatenate([[amax], history[1:]])
+    scale = 2.0 ** np.floor(np.log2(448.0 / filled.max()))
+    return np.concatenate([[0.0], filled[2:], filled[:1]]), scale
+
+
+def test_scales_and_histories_are_those_of_the_masters_before_each_step():
+    """Six steps with growing weights; one is skipped, one kernel is frozen, and the layer of one is used at times."""
+    labels = jax.tree.map(lambda _: "train", params32(5)) | {"Dense_3": "freeze"}
+    inner = optax.multi_transform({"train": optax.sgd(1.0), "freeze": optax.set_to_zero()}, labels)
+    tx, params, opt_state = make(inner=inner, layers=5)
+
+    def at_times(params, x, y):  # Dense_2 is called if the batch says so
+        called = jax.lax.cond(y[0, 0] > 0, lambda: params["Dense_2"], lambda: params["Dense_1"])
+        return loss_fn(params | {"Dense_2": called}, x, y)
+
+    @jax.jit
+    def step(params, opt_state, x, y):
+        _, grads = jaxmp.value_and_grad(at_times)(params, x, y, opt_state=opt_state)
+        for layer in ("Dense_1", "Dense_2"):
+            grads[layer]["kernel"] = jnp.full((WIDTH, WIDTH), -0.7, jnp.bfloat16)
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+    forward = [p for p in tree_paths.leaves_by_path(params) if jaxmp.fp8.is_scale(p) and "grad" not in p]
+    leaves = {layer: f"{layer}/Fp8DotGeneral_0/{LEAF}" for layer in ("Dense_1", "Dense_2", "Dense_3")}
+    histories = {layer: np.zeros(3) for layer in leaves}
+    scales = {layer: float(jaxmp.fp8.get_scales(params)[leaf]) for layer, leaf in leaves.items()}
+    moved = set()
+    for i in range(7):
+        amaxes = {layer: np.abs(opt_state_master(opt_state)[layer]["kernel"]).max() for layer in ("Dense_1", "Dense_2")}
+        is_skipped, is_called = i == 3, i not in (1, 4)
+        y = np.where(np.arange(Y.size).reshape(Y.shape) == 0, 1.0 if is_called else -1.0, Y).astype(np.float32)
+        params, opt_state = step(params, opt_state, np.float32(np.inf) * X if is_skipped else X, y)
+        assert bool(jaxmp.get_metrics(opt_state)["skipped"]) == is_skipped
+        for layer, amax in amaxes.items():
+            if not is_skipped and (layer == "Dense_1" or is_called):
+                histories[layer], new = by_hand(histories[layer], scales[layer], amax)
+                moved |= {layer} if new != scales[layer] else set()
+                scales[layer] = new
+        (found,) = (s for s in opt_state.fp8_scales.amax_states if s.scale.size == len(forward))
+        for layer, leaf in leaves.items():
+            assert_exact(found.amax_history[:, forward.index(leaf)], histories[layer].astype(np.float32))
+            assert_exact(jaxmp.fp8.get_scales(params)[leaf], np.float32(scales[layer]))
+        for layer in amaxes:
+            master = np.asarray(opt_state_master(opt_state)[layer]["kernel"])
+            assert_cast(params[layer]["kernel"], master, np.float32(scales[layer]))
+    assert moved == {"Dense_1", "Dense_2"}
+
+
+@pytest.mark.skipif(bool(backends.why_no_kernels()), reason=str(backends.why_no_kernels()))
+def test_a_kernel_whose_scale_moves_is_cast_again(monkeypatch):
+    """As a GPU does it: the first cast has the scale of before, and all come to the bits of the new one."""
+    layers = {str(i): {"kernel": jnp.full((8, 16), 3.0 + i), "dot": {LEAF: jnp.float32(0)}} for i in range(3)}
+    layers["stack"] = {"kernel": jnp.ones((2, 8, 8)), "dot": {LEAF: jnp.zeros(2)}}
+    params = stored_kernels.store(layers)
+    masters = jax.tree.map(lambda x: 5 * x, layers) | {"2": {"kernel": optax.MaskedNode(), "dot": optax.MaskedNode()}}
+    new = params | {"1": params["1"] | {"dot": {LEAF: params["1"]["dot"][LEAF] - 3}}}
+    expected = stored_kernels.write(new, masters, params)
+    cast = functools.partial(late_scales.cast, backend="interpret")
+    monkeypatch.setattr(stored_kernels, "late_scales", types.SimpleNamespace(cast=cast))
+    for before in (params, new):
+        assert_exact(stored_kernels.write(new, masters, before), expected)
+    assert_moved(expected["2"], params["2"])
+    assert float(expected["1"]["kernel"][0, 0].astype(jnp.float32)) == 20.0 * 2.0 ** float(new["1"]["dot"][LEAF])
+
+
+def test_a_gpu_casts_again_in_one_launch():
+    tx, params, opt_state, _ = job()
+    _, grads = first_gradients()
+    traced = jax.jit(functools.partial(jaxmp.apply_gradients, tx)).trace(grads, opt_state, params)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    launches = [line for line in text.splitlines() if "@mosaic_gpu" in line and "cast_late" in line]
+    assert len(launches) == (0 if backends.why_no_kernels() else 1)
 
 
 @pytest.mark.thorough(0)

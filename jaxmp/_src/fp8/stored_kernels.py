@@ -32,8 +32,9 @@ from jaxmp._src.base import compat, tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import host_memory
 from jaxmp._src.fp8 import scale_equations, scale_leaves
-from jaxmp._src.numerics import float_bits, quantize
+from jaxmp._src.numerics import float_bits, quantize, reductions
 from jaxmp._src.programs import jaxprs, readers
+from pallas_kernels import late_scales
 
 _DTYPE = jnp.float8_e4m3fn
 _LEAF = "fp8_rhs_e4m3_log2_scale"
@@ -184,15 +185,27 @@ def amaxes_of(masters: PyTree, params: PyTree) -> dict[str, Array]:
     }
 
 
-def write(params: PyTree, masters: PyTree) -> PyTree:
-    """`params` with each stored kernel written again from its master, with the scale of its leaf in `params`."""
-    by_path, weights = tree_paths.leaves_by_path(params), tree_paths.leaves_by_path(masters)
-    new = {
-        kernel: cast(weights[kernel], by_path[leaf])
-        for kernel, leaf in stored_pairs(params).items()
-        if kernel in weights
-    }
+def write(params: PyTree, masters: PyTree, before: PyTree) -> PyTree:
+    """`params` with each stored kernel written again from its master, with the scale of its leaf in `params`.
+
+    `before`: the params before the step. Their scales are the guesses of `late_scales`, as few steps change one.
+    """
+    by_path, weights, old = map(tree_paths.leaves_by_path, (params, masters, before))
+    stored = {kernel: leaf for kernel, leaf in stored_pairs(params).items() if kernel in weights}
+    is_single = lambda leaf: not leaf.ndim and not compat.varying_axes(leaf)  # noqa: E731
+    single = {kernel: leaf for kernel, leaf in stored.items() if is_single(by_path[leaf])}
+    new = {kernel: cast(weights[kernel], by_path[leaf]) for kernel, leaf in stored.items() if kernel not in single}
+    if single:
+        scales, guesses = (_scales_of([leaves[leaf] for leaf in single.values()]) for leaves in (by_path, old))
+        kernels = late_scales.cast([weights[kernel] for kernel in single], scales, guesses, _DTYPE)
+        new |= dict(zip(single, kernels, strict=True))
     return tree_paths.map_with_path(lambda path, x: new.get(path, x), params)
+
+
+def _scales_of(leaves: list[Float[Array, ""]]) -> list[Float[Array, ""]]:
+    """The scales of leaves, all of which come out of one array: XLA for GPU then computes them in one launch."""
+    together = reductions.computed_once(jnp.stack(leaves))
+    return [scale_leaves.scale_of(leaf, holds_log2=True)[0] for leaf in together]
 
 
 def refuse_update(path: str) -> None:
