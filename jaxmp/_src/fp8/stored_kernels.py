@@ -185,14 +185,15 @@ def amaxes_of(masters: PyTree, params: PyTree) -> dict[str, Array]:
     }
 
 
-def write(params: PyTree, masters: PyTree, before: PyTree) -> PyTree:
+def write(params: PyTree, masters: PyTree, before: PyTree | None) -> PyTree:
     """`params` with each stored kernel written again from its master, with the scale of its leaf in `params`.
 
-    `before`: the params before the step. Their scales are the guesses of `late_scales`, as few steps change one.
+    `before`: the params before the step. Their scales are the guesses of `late_scales`, as few steps change one. None:
+    the cast waits for the scales.
     """
     by_path, weights, old = map(tree_paths.leaves_by_path, (params, masters, before))
     stored = {kernel: leaf for kernel, leaf in stored_pairs(params).items() if kernel in weights}
-    is_single = lambda leaf: not leaf.ndim and not compat.varying_axes(leaf)  # noqa: E731
+    is_single = lambda leaf: old and not leaf.ndim and not compat.varying_axes(leaf)  # noqa: E731
     single = {kernel: leaf for kernel, leaf in stored.items() if is_single(by_path[leaf])}
     new = {kernel: cast(weights[kernel], by_path[leaf]) for kernel, leaf in stored.items() if kernel not in single}
     if single:

@@ -249,7 +249,7 @@ def plan(
         )
 
     owners = bytes_per_device.owners(shapes, splits)
-    jaxpr, grads, others, taken = None, jax.tree.map(_gradient_like, stored), 0, None
+    jaxpr, grads, others, taken = None, tree_paths.map_with_path(_gradient_like, stored), 0, None
     gathers = False
     if loss_fn is not None:
         jaxpr, grads, others, taken = _trace(loss_fn, has_aux, policy, stored, opt_state, microbatch)
@@ -448,7 +448,9 @@ def _scaled(
     return ((loss, aux) if has_aux else loss), grads
 
 
-def _gradient_like(x: Any) -> Any:
+def _gradient_like(path: str, x: Any) -> Any:
+    if scale_leaves.is_scale(path):
+        return jax.ShapeDtypeStruct((*x.shape, 3), x.dtype)  # the record of an amax
     return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) if stored_kernels.is_stored(x) else x
 
 

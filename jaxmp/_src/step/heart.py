@@ -147,7 +147,8 @@ def step(
             as_array = lambda x, p: jnp.full_like(p, x) if isinstance(x, float) else x  # noqa: E731
             new = scale_leaves.merge(jax.tree.map(as_array, new_scales, scale_params), new)
         if rule.policy is not None and rule.policy.fp8_weights and not adds:
-            new = stored_kernels.write(new, weights.by_param(new_masters), params)
+            before = None if isinstance(rule.optimizer, optimizers.Fused) else params  # whose pass is a kernel's
+            new = stored_kernels.write(new, weights.by_param(new_masters), before)
     with jax.named_scope("jaxmp.count"):  # nothing waits for it
         counts = {**measured.counts, **collectives.as_common(dict(moved.counts), rule.axis_name)}
         pinned = scaler.is_pinned(decision.finite) if hasattr(scaler, "is_pinned") else np.bool_(False)
