@@ -1,5 +1,7 @@
 """Linen's layers, nnx's layers and plain functions choose what runs in fp8 by one rule, and warn alike."""
 
+import contextlib
+import re
 import warnings
 
 import flax.linen as nn
@@ -186,11 +188,23 @@ def test_idle_recipes_are_warned_of():
             way(NAMES, recipes, None)
 
 
-def test_a_region_of_a_policy_leaves_it_to_the_loss():
+@pytest.mark.parametrize("way", ["function", "region", "jit"])
+def test_autocast_of_a_policy_warns_as_fp8_autocast_does(way):
+    init = LinenModel(NAMES[:2]).init
+    with pytest.warns(UserWarning, match="no-layer-in-fp8") as got, contextlib.ExitStack() as stack:
+        if way == "function":
+            init = jaxmp.autocast(init, "fp8")
+        else:
+            stack.enter_context(jaxmp.autocast("fp8"))
+        (jax.jit(init) if way == "jit" else init)(jax.random.key(0), X)
+    assert len(got) == 1
+    message = r"jaxmp.autocast runs .*it chose none \(embed: the first .*; up: the last .*\)"
+    assert re.search(message, str(got[0].message))
+
+
+def test_a_policy_of_value_and_grad_leaves_it_to_the_guard():
     """`value_and_grad` says what a policy does not do, once."""
-    with warnings.catch_warnings(), jaxmp.autocast("fp8"):
-        warnings.simplefilter("error")
-        params = jax.jit(LinenModel(NAMES[:2]).init)(jax.random.key(0), X)["params"]
+    params = jax.jit(LinenModel(NAMES[:2]).init)(jax.random.key(0), X)["params"]
     opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "bf16").init(params)
 
     def loss_fn(params):

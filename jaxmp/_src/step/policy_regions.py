@@ -55,7 +55,7 @@ class PolicyRegion:
 
         @functools.wraps(run)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with _fp8_and_precision(self._policy, enabled=self._enabled, filter=self._filter):
+            with self._fp8_and_precision():
                 return run(*args, **kwargs)
 
         return wrapped  # pyright: ignore[reportReturnType]
@@ -63,7 +63,7 @@ class PolicyRegion:
     def __enter__(self) -> "PolicyRegion":
         region = self._lists().__enter__()
         others = contextlib.ExitStack()
-        others.enter_context(_fp8_and_precision(self._policy, enabled=self._enabled, filter=self._filter))
+        others.enter_context(self._fp8_and_precision())
         vars(self._entered).setdefault("regions", []).append((region, others))
         return self
 
@@ -71,6 +71,9 @@ class PolicyRegion:
         region, others = self._entered.regions.pop()
         others.__exit__(*exception)
         region.leave(exception)
+
+    def _fp8_and_precision(self) -> contextlib.AbstractContextManager[None]:
+        return _fp8_and_precision(self._policy, enabled=self._enabled, filter=self._filter, idle_only=False)
 
 
 class _Options(TypedDict, total=False):
@@ -174,8 +177,8 @@ def autocast(
     Warns:
       UserWarning: patterns of `modules` that fit no module which was called, when `fn` is traced, or at the end of a
         region; layers with `dtype=float32` that compute in 16 bits; a region in which nothing was called that it can
-        change; a function with `recipe=` in which nothing runs in fp8; a function that holds no layer for a policy's
-        `DelayedScaling`.
+        change; a function with `recipe=` in which nothing runs in fp8; a linen model of which a policy's recipe
+        chose no layer; a function that holds no layer for a policy's `DelayedScaling`.
 
     Example:
       >>> import jax
@@ -305,6 +308,7 @@ def around_loss(policy: Policy | None, *, is_default: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if not kept or lists != outer:
             stack.enter_context(rewrite.region_of(lists))
+        # The guard of losses warns if the loss of a policy multiplies nothing in fp8, so its region does not.
         stack.enter_context(_fp8_and_precision(policy, enabled=True, fp8=not kept_fp8))
         stack.enter_context(float32_layers.told_of())
         yield
@@ -312,15 +316,19 @@ def around_loss(policy: Policy | None, *, is_default: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fp8_and_precision(
-    policy: Policy, *, enabled: bool, fp8: bool = True, filter: chosen_layers.Filter = None
+    policy: Policy,
+    *,
+    enabled: bool,
+    fp8: bool = True,
+    filter: chosen_layers.Filter = None,
+    idle_only: bool = True,
 ) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if enabled:
             stack.enter_context(policy.default_matmul_precision())
         if fp8 and policy.recipe is not None:
             rule = chosen_layers.Rule("jaxmp.autocast", policy.recipe, filter, _kept_by(policy)["keeps"])
-            # `value_and_grad` warns if the loss of a policy multiplies nothing in fp8.
-            stack.enter_context(linen_layers.region(rule, enabled=enabled, idle_only=True))
+            stack.enter_context(linen_layers.region(rule, enabled=enabled, idle_only=idle_only))
         yield
 
 
