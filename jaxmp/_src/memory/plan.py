@@ -383,7 +383,8 @@ def _trace(
     def traced(policy: Policy | None) -> tuple[Any, Any]:
         def run(params: PyTree, opt_state: Any, *batch: Any) -> Any:
             if states.has_loss_scale(opt_state):
-                return _scaled(loss_fn, has_aux, policy, params, opt_state, batch)
+                grad = gradients.value_and_grad(loss_fn, has_aux=has_aux, policy=policy)  # without its guards
+                return grad(params, *batch, opt_state=opt_state)
             return jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch)
 
         return jax.make_jaxpr(run, return_shape=True)(params, opt_state, *batch)
@@ -406,10 +407,7 @@ def _is_cut_as_batch(spec: PartitionSpec, data_axes: str | Sequence[str] | None)
 
 def _gathers(jaxpr: Any) -> bool:
     """Whether a program calls `jaxmp.fsdp.gather`."""
-    return any(
-        eqn.params.get("name") == fsdp.GATHERED or any(_gathers(body) for body, _ in jaxprs.functions_of(eqn))
-        for eqn in jaxprs.open_jaxpr(jaxpr)[0].eqns
-    )
+    return any(eqn.params.get("name") == fsdp.GATHERED for eqn in jaxprs.equations(jaxpr))
 
 
 def _gathering(loss_fn: Callable[..., Any], paths: set[str]) -> Callable[..., Any]:
@@ -427,25 +425,6 @@ def _gathered(x: Any) -> Any:
 
 
 _gathered.defvjp(lambda x: (_gathered(x), None), lambda _, g: (checkpoint_name(g, fsdp.PART),))
-
-
-def _scaled(
-    loss_fn: Callable[..., Any],
-    has_aux: bool,
-    policy: Policy | None,
-    params: PyTree,
-    opt_state: Any,
-    batch: tuple[Any, ...],
-) -> Any:
-    """`jaxmp.value_and_grad(loss_fn, has_aux, policy=policy)(params, *batch, opt_state=opt_state)`, unwarned."""
-
-    def run(params: PyTree, carry: PyTree, batch: tuple[Any, ...]) -> Any:
-        return *gradients.loss_and_aux(loss_fn(*params, *batch), has_aux), carry
-
-    loss, aux, _, (grads,) = gradients.scaled_value_and_grad(
-        run, (params,), (), batch, opt_state, policy=policy, k=1, axis_name="auto"
-    )
-    return ((loss, aux) if has_aux else loss), grads
 
 
 def _gradient_like(path: str, x: Any) -> Any:
