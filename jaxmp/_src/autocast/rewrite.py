@@ -23,7 +23,7 @@ Differences from torch.autocast:
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -91,31 +91,17 @@ def autocast(
     dtype: Any = None,
     *,
     enabled: bool = True,
-    allow: Iterable[str] = (),
-    force_fp32: Iterable[str] = (),
-    widest: Iterable[str] = (),
-    modules: Mapping[str, Any] | None = None,
     output_dtype: Any = None,
-    keeps: Any = None,
-    tells_of_float32: bool = True,
     chooser: Any = None,
+    **of_lists: Any,
 ) -> Any:
     """`jaxmp.autocast` for dtypes; `step.policy_regions.autocast`, which takes policies too, has the arguments.
 
-    `keeps` and `tells_of_float32` come from a policy (`CastLists`); `chooser` says which matmuls run narrower still
-    (`narrow_matmuls`).
+    `of_lists` are those of `cast_lists.make_lists`; `chooser` says which matmuls run narrower still (`narrow_matmuls`).
     """
     if _is_dtype(fn):  # `autocast(jnp.float16)`, as torch.autocast takes its dtype
         fn, dtype = None, fn
-    lists = cast_lists.make_lists(
-        jnp.float16 if dtype is None else dtype,
-        allow,
-        force_fp32,
-        widest,
-        modules,
-        keeps,
-        tells_of_float32=tells_of_float32,
-    )
+    lists = cast_lists.make_lists(jnp.float16 if dtype is None else dtype, **of_lists)
     is_off = not enabled or lists.dtype is None
     lists = cast_lists.OFF.off("autocast is off") if is_off else lists._replace(chooser=chooser)
     if output_dtype is not None:
