@@ -173,18 +173,20 @@ def _scale_of(gradient: Any) -> Array | None:
     return scale() if scale is not None and trace == compat.trace_state() else None
 
 
+def _warn(message: str) -> None:
+    warn("unread-loss-scale", message, UnreadLossScale)
+
+
 def check_not_scaled(grads: PyTree) -> None:
     """Warns if `grads`, of an optimizer that unscales nothing, were scaled."""
     scale = _scale_of(next(iter(jax.tree.leaves(grads)), None))
     if scale is None or (not isinstance(scale, Tracer) and float(scale) == 1.0):
         return
-    warn(
-        "unread-loss-scale",
+    _warn(
         "gradients that are multiplied by a loss scale must be divided by it; got gradients that jaxmp.value_and_grad "
         "scaled by the loss scale of an opt_state, and an optimizer that has none: the step is thousands of times too "
         "large. Wrap this optimizer, tx = jaxmp.mixed_precision(tx, policy), or pass its own opt_state to "
         "value_and_grad.",
-        UnreadLossScale,
     )
 
 
@@ -198,39 +200,31 @@ def check(grads: PyTree, scale: Array, *, is_dynamic: bool = True) -> None:
     if not is_dynamic:
         pass
     elif unscaled_by is not None and unscaled_by() is scale:
-        warn(
-            "unread-loss-scale",
+        _warn(
             "gradients are unscaled once, by the update; got those that jaxmp.unscale returned, which are to look at: "
             "the step is thousands of times too small. Pass the gradients that value_and_grad returned.",
-            UnreadLossScale,
         )
     elif scaled_by is not None and scaled_by is not scale:
-        warn(
-            "unread-loss-scale",
+        _warn(
             "gradients must be unscaled by the scale that scaled them; got gradients that jaxmp.value_and_grad scaled "
             "by the loss scale of one opt_state, and an update by that of another: an older or newer one, or one that "
             "the step closes over. Pass the same opt_state to value_and_grad and to the update. (A copy of it is "
             "another one: pass the copy to both.)",
-            UnreadLossScale,
         )
     elif not isinstance(scale, Tracer):
         pass
     elif MEMORY.made.get(scale) and MEMORY.read.get(scale) is None and compat.trace_state() in MEMORY.traces:
-        warn(
-            "unread-loss-scale",
+        _warn(
             "gradients must be unscaled by the scale that scaled them; got an update by the scale that an earlier "
             "update in this trace made, and no loss was scaled by it: the same gradients twice, or those of an older "
             "opt_state. Compute them by jaxmp.value_and_grad with the opt_state that this update gets.",
-            UnreadLossScale,
         )
     elif not _may_be_of(grads, scale):
-        warn(
-            "unread-loss-scale",
+        _warn(
             "a loss scale that nobody read cannot have multiplied the gradients, and the update divides them by it: "
             "they come out thousands of times too small. Use jaxmp.value_and_grad(loss_fn)(params, ..., "
             "opt_state=opt_state) in place of jax.value_and_grad. (If the gradients were scaled elsewhere, call "
             "jaxmp.get_loss_scale(()) once, or ignore the category jaxmp.UnreadLossScale.)",
-            UnreadLossScale,
         )
     if (read_for := MEMORY.read.get(scale)) is not None:
         MEMORY.alone.subtract(read_for)
@@ -248,13 +242,11 @@ def check_not_changed(grads: PyTree) -> None:
     if all(degree in (1.0, homogeneity.EVERY, homogeneity.UNKNOWN) for degree in found):
         return
     by = "" if cause is None else f", by {cause.primitive.name}{jaxprs.place_of(cause)}"
-    warn(
-        "unread-loss-scale",
+    _warn(
         f"gradients that are multiplied by a loss scale must not be clipped or normalized: what comes out depends on "
         f"the scale; got gradients that were changed between value_and_grad and the update{by}. Put the clip into the "
         f"optimizer, which gets unscaled gradients: jaxmp.mixed_precision(optax.chain(clip, inner), policy). To look "
         f"at norms: optax.tree.norm(jaxmp.unscale(grads, opt_state)).",
-        UnreadLossScale,
     )
 
 
@@ -270,14 +262,12 @@ def check_policy_was_taken(opt_state: Any, grads: PyTree, policy: Any) -> None:
     if scale is None or is_told_by_check or computes_wide:
         return
     if not _may_be_of(grads, scale):
-        warn(
-            "unread-loss-scale",
+        _warn(
             f"this state carries the policy {policy}, and no loss took it from there, so its gradients were computed "
             f"in the dtypes of the model alone. Use jaxmp.value_and_grad(loss_fn)(params, ..., opt_state=state), or "
             f"jaxmp.nnx.value_and_grad(loss_fn)(model, ..., opt_state=optimizer), in place of jax's or flax's. (If the "
             f"model computes in 16 bits by itself, create the state without policy=, or ignore the category "
             f"jaxmp.UnreadLossScale.)",
-            UnreadLossScale,
         )
 
 
