@@ -257,16 +257,8 @@ def plot_layers(samples: Monitor | Samples, *, of: str = "grads", what: str = "a
 
 def _figure(panels: int, *, height: float, width: float = 7.0, sharex: bool = False, height_ratios: Any = None) -> Any:
     plt = optional.load("matplotlib.pyplot", extra="plots")
-    options = {"height_ratios": height_ratios} if height_ratios else {}
-    figure, axes = plt.subplots(
-        panels,
-        figsize=(width, height),
-        dpi=120,
-        layout="constrained",
-        sharex=sharex,
-        squeeze=False,
-        gridspec_kw=options,
-    )
+    size = {"figsize": (width, height), "dpi": 120, "height_ratios": height_ratios}
+    figure, axes = plt.subplots(panels, layout="constrained", sharex=sharex, squeeze=False, **size)
     plt.close(figure)  # removes it from pyplot's list of open figures; the caller keeps it
     return figure, axes[:, 0]
 

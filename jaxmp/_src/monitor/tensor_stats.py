@@ -226,17 +226,11 @@ def over_microbatches(stats: TensorStats) -> TensorStats:
     """Stacked statistics of several microbatches combined; statistics of one batch unchanged."""
     if stats.sampled.ndim == 0:
         return stats
-    merged: dict[str, Any] = {f.name: getattr(stats, f.name) for f in dataclasses.fields(stats)}
-    for name, x in merged.items():
-        if isinstance(x, jax.Array) and name not in ("sampled", "amax", "smallest"):
-            merged[name] = jnp.mean(x, axis=0)
-    least = jnp.min(jnp.where(stats.smallest > 0, stats.smallest, jnp.inf), axis=0)
-    extremes: dict[str, Any] = {
-        "amax": jnp.max(stats.amax, axis=0),
-        "smallest": jnp.where(jnp.isinf(least), 0.0, least),
-    }
-    fields: dict[str, Any] = merged | extremes | {"sampled": stats.sampled[0]}
-    return TensorStats(**fields)
+    shares = ("zeros", "nonfinite", "overflow", "underflow", "subnormal", "octaves")
+    means: dict[str, Any] = {name: jnp.mean(getattr(stats, name), axis=0) for name in shares}
+    amax, least = jnp.max(stats.amax, axis=0), jnp.min(jnp.where(stats.smallest > 0, stats.smallest, jnp.inf), axis=0)
+    smallest = jnp.where(jnp.isinf(least), 0.0, least)
+    return dataclasses.replace(stats, sampled=stats.sampled[0], amax=amax, smallest=smallest, **means)
 
 
 def float_leaves(tree: PyTree) -> Iterator[tuple[str, Array]]:
