@@ -288,7 +288,7 @@ def _masters(opt_state: Any, params: PyTree) -> list[Any]:
     """The master of each leaf of the params, or None; a ValueError for the first that has another shape."""
     units, treedef = tree_paths.boxed_leaves(params)
     found: list[Any] = []
-    masters = treedef.flatten_up_to(masters_of(opt_state, params, may_be_frozen=True))
+    masters = treedef.flatten_up_to(masters_of(opt_state, params))
     for (path, unit), master in zip(units, masters, strict=True):
         leaves = jax.tree.leaves(unit)
         if master is None:

@@ -232,7 +232,7 @@ def _frozen(opt_state: Any, params: PyTree) -> set[str]:
     if not states.with_masters(opt_state):
         return set()
     units, treedef = tree_paths.boxed_leaves(params)
-    masters = treedef.flatten_up_to(states.masters_of(opt_state, params, may_be_frozen=True))
+    masters = treedef.flatten_up_to(states.masters_of(opt_state, params))
     return {
         path
         for (path, unit), master in zip(units, masters, strict=True)
@@ -255,7 +255,7 @@ def _fp8_stats(grads: PyTree, opt_state: Any, params: PyTree, axes: tuple[str, .
     grads = scale_leaves.map_scales(lambda path, g: _amax_of(g, leaves[path]), grads)
     # The gradient of a stored kernel's leaf is no amax; it only says that the layer ran.
     if stored_kernels.stored_pairs(params):
-        masters = states.masters_of(opt_state, params, may_be_frozen=True)
+        masters = states.masters_of(opt_state, params)
         grads = stored_kernels.leave(grads, stored_kernels.amaxes_of(masters, params))
     for path, amax in tree_paths.leaves_by_path(grads).items():
         if not scale_leaves.is_scale(path):

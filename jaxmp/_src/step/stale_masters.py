@@ -28,7 +28,7 @@ CAUSE = (
 def pairs(opt_state: Any, params: PyTree) -> dict[str, tuple[Array, Array]]:
     """(param, float32 master) of each 16-bit param that has one, by path."""
     found = {}
-    masters = tree_paths.leaves_by_path(states.masters_of(opt_state, params, may_be_frozen=True))
+    masters = tree_paths.leaves_by_path(states.masters_of(opt_state, params))
     for path, p in tree_paths.leaves_by_path(params).items():
         master = masters.get(path)
         is_split_or_none = master is None or master.dtype != jnp.float32

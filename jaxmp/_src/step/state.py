@@ -387,7 +387,7 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
         whole = [m if m.dtype == jnp.float32 else moments.join(_upper_half(p), m) for p, m in pairs]
         return jax.tree.unflatten(jax.tree.structure(param), whole)
 
-    found = masters_of(opt_state, params, may_be_frozen=True)
+    found = masters_of(opt_state, params)
     if any(map(stored_kernels.is_stored, jax.tree.leaves(params))):
         without = stored_kernels.stored_pairs(params).keys() - tree_paths.leaves_by_path(found).keys()
         params = stored_kernels.load_weights(params, jnp.float32) if without else params  # fp8(w * scale) is no weight
@@ -403,15 +403,15 @@ def _upper_half(param: Array) -> Array:
     return param
 
 
-def masters_of(opt_state: Any, params: PyTree, *, may_be_frozen: bool = False) -> PyTree:
+def masters_of(opt_state: Any, params: PyTree) -> PyTree:
     """The tree of `params` with the master of each leaf, or None if it has none; a box is one leaf.
 
-    `may_be_frozen`: for readers, which may get the params of a whole model of which the optimizer trains a part.
+    They may be the params of a whole model of which the optimizer trains a part.
     """
     units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
     found: list[Any] = [None] * len(units)
     for state in with_masters(opt_state):
-        for i, master in enumerate(masters.by_unit(treedef, state.master_params, params, may_be_frozen)):
+        for i, master in enumerate(masters.by_unit(treedef, state.master_params, params, may_be_frozen=True)):
             if not isinstance(master, optax.MaskedNode):
                 found[i] = master
     return jax.tree.unflatten(treedef, found)
