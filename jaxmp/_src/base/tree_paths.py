@@ -280,10 +280,10 @@ def first_of_other_shape(got: Any, expected: Any) -> tuple[str, tuple[int, ...],
     return next(((path_str(p), np.shape(x), np.shape(y)) for (p, x), y in pairs if np.shape(x) != np.shape(y)), None)
 
 
-def check_same_shapes(got: Any, expected: Any, got_name: str, expected_name: str) -> None:
+def check_same_shapes(grads: Any, params: Any) -> None:
     """Raises a ValueError that names the first path where two trees of one structure have arrays of other shapes."""
-    if found := first_of_other_shape(got, expected):
-        _raise_of_shapes(*found, got_name, expected_name)
+    if found := first_of_other_shape(grads, params):
+        _raise_of_shapes(*found)
 
 
 def check_no_broadcast(grads: Any, params: Any) -> None:
@@ -299,12 +299,12 @@ def check_no_broadcast(grads: Any, params: Any) -> None:
         shape, wanted = np.shape(g), np.shape(p)
         if shape != wanted and len(shape) <= len(wanted):
             if all(n in (1, m) for n, m in zip(shape[::-1], wanted[::-1], strict=False)):
-                _raise_of_shapes(path_str(path), shape, wanted, "grads", "params")
+                _raise_of_shapes(path_str(path), shape, wanted)
 
 
-def _raise_of_shapes(path: str, shape: Any, expected_shape: Any, got_name: str, expected_name: str) -> NoReturn:
+def _raise_of_shapes(path: str, shape: Any, of_param: Any) -> NoReturn:
     raise ValueError(
-        f"{got_name} and {expected_name} must have the same shapes; got {shape} and {expected_shape} at "
-        f"{path}. Where params are cut over devices, {got_name} are cut the same way "
-        f"(jaxmp.fsdp.reduce_gradients), and tx.init takes them padded (jaxmp.fsdp.pad)."
+        f"grads and params must have the same shapes; got {shape} and {of_param} at {path}. Where params are cut over "
+        f"devices, grads are cut the same way (jaxmp.fsdp.reduce_gradients), and tx.init takes them padded "
+        f"(jaxmp.fsdp.pad)."
     )

@@ -232,14 +232,12 @@ def _compute_rows(
     held |= dict(zip(targets, row_loops.run(rows, targets, into, held, count), strict=True))
 
 
-def unusable_and_largest(
-    grads: PyTree, inv_scale: Any, *, window_bytes: int = 2**28
-) -> tuple[Bool[Array, ""], Float[Array, ""]]:
+def unusable_and_largest(grads: PyTree, inv_scale: Any) -> tuple[Bool[Array, ""], Float[Array, ""]]:
     """`reductions.unusable_and_largest` of gradients in host memory; a few are on the device at a time."""
 
     def look(leaves: list[Any]) -> tuple[list[Any], None]:
         return [reductions.unusable_and_largest([g], inv_scale) for g in host_memory.to_device(leaves)], None
 
-    found, _ = run(look, jax.tree.leaves(grads), window_bytes=window_bytes)
+    found, _ = run(look, jax.tree.leaves(grads), window_bytes=2**28)
     bad, largest = zip(*found, strict=True)
     return functools.reduce(jnp.logical_or, bad), functools.reduce(jnp.maximum, largest)

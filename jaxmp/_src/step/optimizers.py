@@ -194,9 +194,9 @@ def updated(
     try:
         moves, new = inner_update.update_stored(inner, grads, state, full, extra)
     except (TypeError, ValueError):  # shapes may differ: one gradient for each example
-        tree_paths.check_same_shapes(grads, full, "grads", "params")  # raises instead of the error
+        tree_paths.check_same_shapes(grads, full)  # raises instead of the error
         raise
-    tree_paths.check_same_shapes(moves, full, "grads", "params")
+    tree_paths.check_same_shapes(moves, full)
     has_structure = jax.tree.structure(new) == jax.tree.structure(state)  # if not, jax says how they differ
     if has_structure and (found := tree_paths.first_of_other_shape(new, state)):
         path, shape, before = found
