@@ -1,9 +1,9 @@
-"""Softmax, log-softmax, logsumexp and cross-entropy for 16-bit logits: computed in float32, defined for every row.
+"""Softmax and cross-entropy for 16-bit logits: computed in float32, defined for every row.
 
 float16 ends at 65504 and has 11 significant bits: a sum of 70000 ones is inf, and adding 1 to 4096 gives 4096. So
 these functions compute in float32. With m, the largest logit of a row,
 
-    s = sum exp(f32(x) - f32(m))    softmax = exp(x - m) / s    log_softmax = x - m - log s    logsumexp = m + log s
+    s = sum exp(f32(x) - f32(m))    softmax = exp(x - m) / s    log_softmax = x - m - log s
 
 The difference is taken in float32 as well: in float16, 60000 - (-60000) is inf. Gradients have the dtype of the logits
 and are rounded once.
@@ -53,72 +53,8 @@ def softmax(
     with jax.named_scope("jaxmp.softmax"):
         x = jnp.asarray(x)
         counts = _counting(x, where)
-        _, shifted, total = _shifted(x, axis, counts)
+        shifted, total = _shifted(x, axis, counts)
         return jnp.where(counts, jnp.exp(shifted) / _nonzero(total), 0.0).astype(dtype)
-
-
-def log_softmax(
-    x: Float[Array, "..."], axis: Axis = -1, *, where: Bool[Array, "..."] | None = None, dtype: Any = jnp.float32
-) -> Float[Array, "..."]:
-    """x - logsumexp(x), computed in float32 for every dtype of `x`.
-
-    Args:
-      x: logits of any float dtype.
-      axis: the axis or axes of the sum.
-      where: bools, which elements count, of a shape that broadcasts to that of `x`. The others get -inf.
-      dtype: the dtype of the result. In float16, probabilities that differ by less than a thousandth become equal.
-
-    Returns:
-      An array of `dtype`, of the shape of `x`; -inf in rows where no element counts. Gradients have the dtype of `x`.
-
-    Raises:
-      TypeError: as for `softmax`.
-
-    Example:
-      >>> log_softmax(jnp.array([6e4, 0.0], jnp.float16))
-      Array([     0., -60000.], dtype=float32)
-    """
-    with jax.named_scope("jaxmp.log_softmax"):
-        x = jnp.asarray(x)
-        counts = _counting(x, where)
-        _, shifted, total = _shifted(x, axis, counts)
-        return jnp.where(counts, shifted - jnp.log(_nonzero(total)), -jnp.inf).astype(dtype)
-
-
-def logsumexp(
-    x: Float[Array, "..."],
-    axis: Axis = -1,
-    *,
-    where: Bool[Array, "..."] | None = None,
-    keepdims: bool = False,
-    dtype: Any = jnp.float32,
-) -> Float[Array, "..."]:
-    """log sum exp(x), computed in float32 for every dtype of `x`.
-
-    Args:
-      x: logits of any float dtype.
-      axis: the axis or axes of the sum; by default the last one, as for `softmax`.
-      where: bools, which elements count, of a shape that broadcasts to that of `x`.
-      keepdims: whether the result keeps `axis`, with size 1.
-      dtype: the dtype of the result.
-
-    Returns:
-      An array of `dtype`, of the shape of `x` without `axis`; -inf where no element counts. Gradients have the dtype of
-      `x`.
-
-    Raises:
-      TypeError: as for `softmax`.
-
-    Example:
-      >>> x = jnp.full(70_000, 1.0, jnp.float16)
-      >>> round(float(logsumexp(x)), 4)  # 1 + log 70000
-      12.1563
-    """
-    with jax.named_scope("jaxmp.logsumexp"):
-        x = jnp.asarray(x)
-        largest, _, total = _shifted(x, axis, _counting(x, where))
-        out = jnp.where(total == 0, -jnp.inf, largest + jnp.log(_nonzero(total))).astype(dtype)
-        return out if keepdims else jnp.squeeze(out, axis)
 
 
 def softmax_cross_entropy(
@@ -168,9 +104,10 @@ def softmax_cross_entropy(
             f"{expected}; got {labels.shape}. Pass one integer class for each row, or floats: a distribution over the "
             f"last axis."
         )
-    log_probabilities = log_softmax(logits, where=where)
     with jax.named_scope("jaxmp.softmax_cross_entropy"):
         counts = _counting(logits, where)
+        shifted, sums = _shifted(logits, -1, counts)
+        log_probabilities = jnp.where(counts, shifted - jnp.log(_nonzero(sums)), -jnp.inf)
         target = labels.astype(jnp.float32)
         if is_class:
             classes = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
@@ -203,13 +140,13 @@ def _counting(x: Array, where: Any) -> Array:
     return jnp.broadcast_to(where, x.shape) & unmasked
 
 
-def _shifted(x: Array, axis: Axis, counts: Array) -> tuple[Array, Array, Array]:
-    """float32 (largest element m of each row, x - m, sum of exp(x - m)); all 0 in a row where nothing counts."""
+def _shifted(x: Array, axis: Axis, counts: Array) -> tuple[Array, Array]:
+    """float32 (x - m, sum of exp(x - m)), with the largest element m of each row; 0 in a row where nothing counts."""
     wide = x.astype(jnp.float32)
     largest = jnp.max(lax.stop_gradient(wide), axis=axis, keepdims=True, initial=-jnp.inf, where=counts)
     largest = jnp.where(jnp.isfinite(largest), largest, 0.0)  # for an empty row; an inf in x still shows in the result
     shifted = jnp.where(counts, wide, largest) - largest  # 0 where masked: exp and its derivatives stay finite there
-    return largest, shifted, jnp.sum(jnp.where(counts, jnp.exp(shifted), 0.0), axis=axis, keepdims=True)
+    return shifted, jnp.sum(jnp.where(counts, jnp.exp(shifted), 0.0), axis=axis, keepdims=True)
 
 
 def _nonzero(total: Array) -> Array:
