@@ -13,8 +13,7 @@ import jaxmp
 from fp8_model import LHS, amaxes, make_batch, make_tx, model_loss, scale_leaves, start, to_host
 from helpers import assert_exact
 from jaxmp._src.fp8 import amax_records
-from jaxmp._src.guard import fp8_scales
-from jaxmp._src.step import transform
+from jaxmp._src.step import scales as scales_lib, transform
 from regimes import AXIS, DEVICES, mesh_of
 
 F32 = np.float32
@@ -286,7 +285,7 @@ def test_a_layer_that_was_fed_zeros_is_used():
 
 def test_plain_amaxes_are_taken_as_they_are():
     """As `jax.grad` and programs of one's own give them."""
-    tx = fp8_scales.update_amax(jaxmp.fp8.DelayedScaling(amax_history_len=2))
+    tx = scales_lib.update_amax(jaxmp.fp8.DelayedScaling(amax_history_len=2))
     params = jax.tree.map(jnp.asarray, scale_leaves())
     _, state = jax.jit(tx.update)(scale_leaves(value=1e-30), tx.init(params), params)
     assert [group.amax_history[-1].tolist() for group in state.amax_states] == [[F32(1e-30)], [F32(1e-30)] * 2]

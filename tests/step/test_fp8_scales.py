@@ -30,7 +30,7 @@ from fp8_model import (
 )
 from helpers import assert_close, assert_exact, assert_moved, assert_same_program
 from jaxmp._src.fp8 import amax_records
-from jaxmp._src.guard.fp8_scales import update_amax
+from jaxmp._src.guard import fp8_scales
 from jaxmp._src.step import scales as scales_lib
 from jaxmp._src.step.state import Fp8State
 from jaxmp.fp8 import CurrentScaling, DelayedScaling, get_scales, resize_history
@@ -53,7 +53,7 @@ def test_each_leaf_follows_its_recipe(recipe, shape):
     names = (LHS, RHS, GRAD) if recipe is RECIPE else ANY_NAMES
     first = 0.0 if recipe is RECIPE else 1.0
     params = {"b": {name: jnp.full(shape, first) for name in names}, "a": {names[0]: jnp.full(shape, first)}}
-    tx = update_amax(recipe)
+    tx = scales_lib.update_amax(recipe)
     state = tx.init(params)
     types = jax.tree.map(jax.typeof, state)
     update = jax.jit(tx.update)
@@ -85,7 +85,7 @@ def test_each_leaf_follows_its_recipe(recipe, shape):
 
 
 def test_a_leaf_that_stays_gets_minus_zero():
-    tx = update_amax(RECIPE)
+    tx = scales_lib.update_amax(RECIPE)
     params = scale_leaves() | {LHS: jnp.float32(-0.0)}
     moves, _ = jax.jit(tx.update)(scale_leaves(), tx.init(params), params)
     assert_exact(moves, {name: F32(-0.0) for name in moves})
@@ -93,7 +93,7 @@ def test_a_leaf_that_stays_gets_minus_zero():
 
 
 def test_any_scale_moves_by_at_most_4096_a_step_and_the_state_records_the_leaf():
-    tx = update_amax(ANY)
+    tx = scales_lib.update_amax(ANY)
     params = {name: jnp.ones(()) for name in ANY_NAMES}
     state = tx.init(params)
     update = jax.jit(tx.update)
@@ -119,7 +119,7 @@ def test_te_semantics_let_an_inf_into_the_history(power_of_two):
         recipe = DelayedScaling(amax_history_len=3, semantics=semantics, power_of_two=power_of_two)
         name = LHS if power_of_two else ANY_NAMES[0]
         params = {name: jnp.float32(0.0 if power_of_two else 1.0)}
-        tx = update_amax(recipe)
+        tx = scales_lib.update_amax(recipe)
         state, update = tx.init(params), jax.jit(tx.update)
         scales = []
         for amax in (3.0, np.inf, 5.0, 5.0, 5.0):
@@ -146,10 +146,10 @@ def test_mixed_precision_skips_an_inf_whatever_the_semantics():
 def test_state_starts_from_the_leaves():
     """A model that is loaded with its leaves goes on with their scales."""
     params = {LHS: jnp.float32(5.0), GRAD: jnp.float32(-3.0)}
-    state = update_amax(RECIPE).init(params)
+    state = scales_lib.update_amax(RECIPE).init(params)
     assert sorted(float(group.scale[0]) for group in state.amax_states) == [0.125, 32.0]
     assert get_scales(params) == {LHS: 32.0, GRAD: 0.125}
-    (scale,) = update_amax(ANY).init({ANY_NAMES[0]: jnp.float32(0.3)}).amax_states
+    (scale,) = scales_lib.update_amax(ANY).init({ANY_NAMES[0]: jnp.float32(0.3)}).amax_states
     assert_exact(scale.scale, F32([0.3]))
 
 
@@ -166,7 +166,7 @@ def test_split_sends_extra_arguments_to_the_rest():
         return updates, state
 
     rest = optax.GradientTransformationExtraArgs(lambda params: seen.update(init=params) or (), update)
-    tx = scales_lib.split_fp8(update_amax(RECIPE), rest)
+    tx = scales_lib.split_fp8(scales_lib.update_amax(RECIPE), rest)
     params = {"w": jnp.ones(2)} | scale_leaves()
     updates, state = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params, value=3)
     assert jax.tree.structure(updates) == jax.tree.structure(params)
@@ -297,10 +297,6 @@ def update_of(recipe, params, grads=None):
             rf"b/{GRAD} belongs to a layer with delayed scaling, but the recipe for it is CurrentScaling",
         ),
         (
-            lambda: update_amax(RECIPE).init(layer_params(0)),
-            r"update_amax moves scale leaves only; got w. Join it with others by split_fp8",
-        ),
-        (
             lambda: make_tx("fp32").update(layer_params(0), make_tx("fp32").init(layer_params(0))),
             r"need the params; got params=None. Call tx.update\(grads, opt_state, params\)",
         ),
@@ -308,12 +304,12 @@ def update_of(recipe, params, grads=None):
         (lambda: DelayedScaling(fp8_format="E5M2"), r'"E5M2" is not offered: .* Use "HYBRID"'),
         (lambda: update_of(RECIPE, layer_params(0), {"w": jnp.ones((16, 16))}), r"grads and params must have the same"),
         (
-            lambda: update_amax(RECIPE).update(scale_leaves(), update_amax(RECIPE).init({LHS: F32(0)}), scale_leaves()),
+            lambda: fp8_scales.check(RECIPE, scale_leaves(), scales_lib.update_amax(RECIPE).init({LHS: F32(0)})),
             r"of this recipe and these params; it holds groups of \[1\] fp8 scales, the params \[1, 2\]. Make it with",
         ),
     ],
     ids=[
-        "no_leaves", "format", "kind", "no_recipe", "stateless", "no_pattern", "stateless_pattern", "not_a_scale",
+        "no_leaves", "format", "kind", "no_recipe", "stateless", "no_pattern", "stateless_pattern",
         "no_params", "no_history", "e5m2", "other_tree", "other_state",
     ],
 )  # fmt: skip

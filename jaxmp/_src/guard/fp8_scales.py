@@ -14,25 +14,6 @@ from jaxmp._src.step import scales
 from jaxmp._src.step.state import Fp8State
 
 
-@functools.wraps(scales.update_amax)
-def update_amax(recipe: scales.Recipe) -> scales.MovesScales:
-    made = scales.update_amax(recipe)
-
-    def init_fn(params: PyTree) -> Fp8State:
-        check(recipe, params)
-        return made.init(params)  # pyright: ignore[reportReturnType]
-
-    def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
-        if params is None:
-            raise ValueError("fp8 scales need the params; got params=None. Call tx.update(grads, opt_state, params)")
-        check(recipe, params, state)
-        return made.update(updates, state, params)
-
-    guarded = scales.MovesScales(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
-    guarded.recipe, guarded.observe, guarded.move = recipe, made.observe, made.move
-    return guarded
-
-
 @functools.wraps(scales.get_scales)
 def get_scales(params: PyTree) -> dict[str, Float[Array, "..."]]:
     _check_numbers(params, "get_scales", "params")
@@ -72,9 +53,7 @@ def check(recipe: scales.Recipe, params: PyTree, state: Any = None) -> None:
             "wrt=nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale)."
         )
     recipes = scale_leaves.recipes_of(recipe)
-    for path, leaf in leaves:
-        if not scale_leaves.is_scale(path, leaf):
-            raise ValueError(f"update_amax moves scale leaves only; got {path}. Join it with others by split_fp8.")
+    for path, _ in leaves:
         _check_format(path, recipes[scale_leaves.pattern_for(recipes, path, "fp8 scale")])
     if state is not None:
         _check_state(scales.groups_of(recipe, params), state, params)
