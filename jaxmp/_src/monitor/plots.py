@@ -271,22 +271,20 @@ def _finish(*panels: Any) -> None:
 
 
 def _rows(run: Monitor | Rows) -> list[Mapping[str, float]]:
-    if isinstance(run, Monitor):
-        run.finish()
-        run = run.steps
-    rows = list(run)
-    if not rows:
-        raise ValueError("no step was recorded. Call Monitor.update in the training loop")
-    return rows
+    return _recorded(run, "steps", "no step was recorded. Call Monitor.update in the training loop")
 
 
 def _samples(run: Monitor | Samples) -> list[tuple[int, StepStats]]:
+    return _recorded(run, "samples", "no step was sampled. Pass stats= of step_stats to Monitor.update")
+
+
+def _recorded(run: Any, name: str, if_empty: str) -> list[Any]:
     if isinstance(run, Monitor):
         run.finish()
-        run = run.samples
+        run = getattr(run, name)
     found = list(run)
     if not found:
-        raise ValueError("no step was sampled. Pass stats= of step_stats to Monitor.update")
+        raise ValueError(if_empty)
     return found
 
 
