@@ -262,13 +262,10 @@ def _of_steps(run: Run, steps: int) -> list[Problem]:
     (first, last), (first32, last32) = ((x[0], x[-1]) for x in (run.losses, run.reference_losses))
     seen = f"the loss goes from {first:.6g} to {last:.6g}, in float32 from {first32:.6g} to {last32:.6g}"
     known = 2 * abs(first - first32) + 1e-3 * abs(first32)
-    if abs(first - first32) > 0.1 * abs(first32) + 1e-30:
-        return [Problem("", None, seen)]
-    if first32 - last32 > known and first - last < 0.5 * (first32 - last32):
-        return [Problem("", None, seen)]
-    if last > max(first32, last32) + 0.5 * max(abs(first32), abs(last32)):
-        return [Problem("", None, seen)]
-    return []
+    starts_elsewhere = abs(first - first32) > 0.1 * abs(first32) + 1e-30
+    falls_less = first32 - last32 > known and first - last < 0.5 * (first32 - last32)
+    rises = last > max(first32, last32) + 0.5 * max(abs(first32), abs(last32))
+    return [Problem("", None, seen)] if starts_elsewhere or falls_less or rises else []
 
 
 def _of_params(params: tuple[Param, ...], modules: set[str]) -> list[Problem]:
