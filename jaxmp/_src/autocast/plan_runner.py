@@ -439,7 +439,7 @@ def _multiplied(step: Step, operands: list[Any], wide: dict[int, Any]) -> Any:
 _SCATTERS = {
     "scatter": lax.scatter,
     "scatter-add": lax.scatter_add,
-    "scatter-sub": getattr(lax, "scatter_sub", None),
+    "scatter-sub": lax.scatter_sub,
     "scatter-mul": lax.scatter_mul,
     "scatter-min": lax.scatter_min,
     "scatter-max": lax.scatter_max,

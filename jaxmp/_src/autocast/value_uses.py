@@ -93,7 +93,7 @@ def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> U
         functions = () if cast_lists.is_linear_algebra(eqn) else jaxprs.functions_of(eqn)
         if functions and cast_lists.group_of(eqn, here) is None:
             inner[i] = _uses_of_functions(eqn, functions, here, tuple(wide.get(v, False) for v in eqn.outvars))
-            for atom, as_low, as_wide in _uses_of_operands(eqn, functions, inner[i]):
+            for atom, as_low, as_wide in _uses_of_operands(eqn, inner[i]):
                 use(atom, as_low, as_wide)
             continue
         if is_wide and here.float32_products == "read":
@@ -131,7 +131,7 @@ def _uses_of_functions(eqn: Any, functions: Any, lists: CastLists, wide: tuple[b
     return tuple(find_uses(jaxpr, lists, wide if through else (False,) * len(jaxpr.outvars)) for jaxpr, _ in functions)
 
 
-def _uses_of_operands(eqn: Any, functions: Any, inner: tuple[Uses, ...]) -> list[tuple[Any, bool, bool]]:
+def _uses_of_operands(eqn: Any, inner: tuple[Uses, ...]) -> list[tuple[Any, bool, bool]]:
     """How each operand of an equation with functions inside is used there."""
     if eqn.primitive.name in jaxprs.CALLS:
         return list(zip(eqn.invars, inner[0].low_inputs, inner[0].wide_inputs, strict=True))

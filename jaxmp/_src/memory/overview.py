@@ -24,10 +24,8 @@ def recipes(num_params: float) -> dict[str, tuple[PyTree, Policy, Any]]:
         x = jax.ShapeDtypeStruct((16, rows), jnp.float32)
         scaled = jax.eval_shape(layer.init, jax.random.key(0), x)["params"]
     adam, bf16 = optax.adam(1e-3), get_policy("bf16")
-    made: dict[str, tuple[PyTree, Policy, Any]] = {
-        "fp32": (plain, get_policy("fp32"), transform.mixed_precision(adam, "fp32"))
-    }
-    for name in ("fp16", "bf16"):
+    made: dict[str, tuple[PyTree, Policy, Any]] = {}
+    for name in ("fp32", "fp16", "bf16"):
         made[name] = plain, get_policy(name), transform.mixed_precision(adam, name)
     small = fused.fused_adamw(1e-3, state_dtype=jnp.int8)
     made["bf16, remainder_bits=16"] = plain, bf16, transform.mixed_precision(adam, bf16, remainder_bits=16)
