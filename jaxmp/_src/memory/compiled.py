@@ -48,15 +48,12 @@ class Step(NamedTuple):
     batch_argnums: Sequence[int]
 
     def run(self, params: PyTree, opt_state: Any, batch: tuple[Any, ...]) -> Any:
-        differentiated = gradients.gradients_of(
+        differentiated = gradients.value_and_grad(
             self.loss_fn,
-            0,
-            self.has_aux,
+            has_aux=self.has_aux,
             policy=self.policy,
             accumulate=self.accumulate,
             accumulate_argnums=[i + 1 for i in self.batch_argnums],
-            carry_argnum=None,
-            axis_name="auto",
         )
         value, grads = differentiated(params, *batch, opt_state=opt_state)
         if states.has_loss_scale(opt_state):
