@@ -9,6 +9,7 @@ Under `jax.pmap` and `jax.shard_map`, `axis_name="auto"` finds the axes. Under p
 are bound and there is nothing to do: XLA itself reduces the flag of a sharded array.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -113,9 +114,7 @@ def max_over(x: Float[Array, "..."], axes: tuple[str, ...]) -> Float[Array, "...
 
 def mean_over(tree: PyTree, axes: tuple[str, ...], *, dtype: Any = jnp.float32, predivide: float = 1.0) -> PyTree:
     """The mean of float leaves over `axes`, in `dtype` (None: the leaf's own): sum(x / predivide) * (predivide / n)."""
-    size = 1
-    for axis in axes:
-        size *= lax.axis_size(axis)
+    size = math.prod(map(lax.axis_size, axes))
 
     def mean(x: Array) -> Array:
         if not casting.is_float(x):

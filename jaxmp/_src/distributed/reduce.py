@@ -9,6 +9,7 @@ With `wire_dtype`, devices send gradients in 8 bits, and still sum them in float
 and adds it to the gradients of the next step (error feedback), so the errors do not accumulate.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -241,9 +242,7 @@ def _check_unsent(path: str, g: Array, e: Array, axis: str) -> None:
 
 def predivide_factor(axes: tuple[str, ...]) -> float:
     """The divisor of FSDP before a sum over `axes`: a power of two near the square root of the device count."""
-    devices = 1
-    for axis in axes:
-        devices *= lax.axis_size(axis)
+    devices = math.prod(map(lax.axis_size, axes))
     factor = 1
     while devices % factor == 0 and devices / factor > factor:
         factor *= 2
