@@ -109,10 +109,10 @@ def _mesh_in_use(axis: str) -> Any:
 def _check_order(tx: Any, params: PyTree, shardings: PyTree) -> None:
     """Raises a TypeError for arguments of `sharding_of` in the place of others."""
     wrong = [] if hasattr(tx, "init") and hasattr(tx, "update") else [f"{type(tx).__name__} as tx"]
-    arrays = jax.tree.leaves(params, is_leaf=_is_sharding)
+    arrays = jax.tree.leaves(params, is_leaf=is_sharding)
     wrong += [f"{type(x).__name__} in params" for x in arrays if not hasattr(x, "shape")][:1]
-    places = jax.tree.leaves(shardings, is_leaf=_is_sharding)
-    wrong += [f"{type(x).__name__} in shardings" for x in places if not _is_sharding(x)][:1]
+    places = jax.tree.leaves(shardings, is_leaf=is_sharding)
+    wrong += [f"{type(x).__name__} in shardings" for x in places if not is_sharding(x)][:1]
     if wrong:
         raise TypeError(
             f"the arguments are sharding_of(tx, params, shardings), with NamedShardings or PartitionSpecs; got "
@@ -120,7 +120,8 @@ def _check_order(tx: Any, params: PyTree, shardings: PyTree) -> None:
         )
 
 
-def _is_sharding(x: Any) -> bool:
+def is_sharding(x: Any) -> bool:
+    """Whether `x` is a sharding or a PartitionSpec."""
     return isinstance(x, jax.sharding.Sharding | PartitionSpec)
 
 
@@ -149,7 +150,6 @@ def devices_per_dim(spec: Iterable[Any], ndim: int, sizes: Mapping[str, int]) ->
 
 def _by_param(params: PyTree, shardings: PyTree) -> dict[str, Any]:
     """The sharding of each param by path; a ValueError if it does not fit the param's shape."""
-    is_sharding = lambda x: isinstance(x, (NamedSharding, PartitionSpec))  # noqa: E731
     prefix = [
         (tree_paths.path_str(p), s) for p, s in jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_sharding)
     ]

@@ -31,10 +31,9 @@ def specs_of(params: PyTree, specs: PyTree | None, mesh: AnyMesh | None) -> dict
     if specs is None:
         found = {path: getattr(x, "sharding", None) for path, x in leaves.items()}
     else:
-        found = {
-            tree_paths.path_str(path): spec
-            for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda x: x is None or _is_spec(x))
-        }
+        is_spec = lambda x: x is None or shardings.is_sharding(x)  # noqa: E731
+        given = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+        found = {tree_paths.path_str(path): spec for path, spec in given}
         _check_paths(found, leaves)
     return {path: _checked(path, found[path], x, mesh, is_given=specs is not None) for path, x in leaves.items()}
 
@@ -93,10 +92,6 @@ def split_of_batch(axes: str | Sequence[str] | None, mesh: AnyMesh | None) -> in
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     _check_axes("the batch", names, mesh)
     return math.prod(mesh.shape[name] for name in names)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec | jax.sharding.Sharding)
 
 
 def _check_paths(found: Mapping[str, Any], leaves: Mapping[str, Any]) -> None:
