@@ -202,6 +202,20 @@ def test_autocast_of_a_policy_warns_as_fp8_autocast_does(way):
     assert re.search(message, str(got[0].message))
 
 
+@pytest.mark.parametrize("region", [fp8.autocast, lambda: jaxmp.autocast("fp8")], ids=["fp8", "policy"])
+def test_a_model_whose_experts_run_in_fp8_is_not_one_without(region):
+    class Experts(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kernel = self.param("kernel", nn.initializers.lecun_normal(), (2, SIDE, SIDE))
+            x = jaxmp.linen.Fp8RaggedDot()(nn.Dense(SIDE)(x), kernel, jnp.array([len(x), 0]))
+            return nn.Dense(SIDE)(x)
+
+    with warnings.catch_warnings(), region():
+        warnings.simplefilter("error")
+        Experts().init(jax.random.key(0), X)
+
+
 def test_a_policy_of_value_and_grad_leaves_it_to_the_guard():
     """`value_and_grad` says what a policy does not do, once."""
     params = jax.jit(LinenModel(NAMES[:2]).init)(jax.random.key(0), X)["params"]

@@ -231,6 +231,7 @@ class _Interceptor:
         self.has_run = False  # a whole model, from its __call__
         self.seen: dict[str, tuple[str | None, bool]] = {}  # why a layer does not run in fp8, and whether it can
         self.base_calls = 0  # of layers, by the class of flax that multiplies
+        self.has_fp8 = False  # a matmul with scales, of any layer: experts and products of its own count
 
     def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, method = context.module, context.method_name
@@ -243,11 +244,14 @@ class _Interceptor:
                 self.holders = _holders_of_scales(module)
                 self.ends = _ends_of(module, method, args, kwargs) if self.holders is None else {}
             self.is_running = True
+            notes = ambient.now().notes
+            before = notes.fp8_matmuls
             try:
                 out = self(next_fun, args, kwargs, context)
             finally:
                 self.ends, self.holders, self.is_running = {}, None, False
             self.has_run |= method == "__call__"
+            self.has_fp8 |= notes.fp8_matmuls > before
             return out
         if method != "__call__":
             return next_fun(*args, **kwargs)
@@ -456,4 +460,5 @@ def region(rule: chosen_layers.Rule, *, enabled: bool, idle_only: bool) -> Itera
     ):
         yield
     if interceptor.has_run and interceptor.seen:  # a method of a model may call some layers only
-        rule.warn(((path, *found) for path, found in interceptor.seen.items()), idle_only=idle_only)
+        found = ((path, *seen) for path, seen in interceptor.seen.items())
+        rule.warn(found, idle_only=idle_only or interceptor.has_fp8)
