@@ -32,7 +32,6 @@ from helpers import assert_close, assert_exact, assert_moved, assert_same_progra
 from jaxmp._src.fp8 import amax_records
 from jaxmp._src.guard import fp8_scales
 from jaxmp._src.step import scales as scales_lib
-from jaxmp._src.step.state import Fp8State
 from jaxmp.fp8 import CurrentScaling, DelayedScaling, get_scales, resize_history
 from oracle_data import load, name_of
 from regimes import AXIS, DEVICES, mean_in_float32, mesh_of
@@ -155,25 +154,6 @@ def test_state_starts_from_the_leaves():
 
 def test_get_scales_of_other_params_is_empty():
     assert get_scales({"LayerNorm_0": {"scale": jnp.ones(2)}}) == {}
-
-
-@pytest.mark.thorough(0)
-def test_split_sends_extra_arguments_to_the_rest():
-    seen = {}
-
-    def update(updates, state, params=None, **extra_args):
-        seen.update(extra_args, updates=updates, params=params)
-        return updates, state
-
-    rest = optax.GradientTransformationExtraArgs(lambda params: seen.update(init=params) or (), update)
-    tx = scales_lib.split_fp8(scales_lib.update_amax(RECIPE), rest)
-    params = {"w": jnp.ones(2)} | scale_leaves()
-    updates, state = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params, value=3)
-    assert jax.tree.structure(updates) == jax.tree.structure(params)
-    assert isinstance(state.fp8_scales, Fp8State)
-    assert seen["value"] == 3
-    for name in ("init", "updates", "params"):
-        assert [key for key, x in seen[name].items() if isinstance(x, optax.MaskedNode)] == sorted((LHS, RHS, GRAD))
 
 
 # TransformerEngine, through params, optimizer and records

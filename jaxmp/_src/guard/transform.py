@@ -159,12 +159,9 @@ def _look_at_params(rule: Rule, params: PyTree) -> None:
         return
     of_scales = [scale_leaves.is_scale(path) for path in paths]
     if any(of_scales):
-        inner = rule.optimizer.inner
-        if rule.policy is None and not states.find(jax.eval_shape(inner.init, params), states.Fp8State):
-            frozen = frozen_leaves.frozen_leaves(inner, params)
+        if rule.policy is None:
+            frozen = frozen_leaves.frozen_leaves(rule.optimizer.inner, params)
             of_scales = [is_scale and not stays for is_scale, stays in zip(of_scales, frozen, strict=True)]
-        elif rule.policy is None:
-            return
         scale_leaves.refuse(path for path, is_scale in zip(paths, of_scales, strict=True) if is_scale)
 
 

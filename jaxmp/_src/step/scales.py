@@ -25,31 +25,11 @@ from jaxmp._src.fp8.recipes import AmaxState, DelayedScaling
 from jaxmp._src.fp8.scheme import has_state
 from jaxmp._src.numerics import reductions
 from jaxmp._src.numerics.float_bits import log2_of_power_of_two, power_of_two
-from jaxmp._src.step import inner_update
 from jaxmp._src.step.state import Fp8State, find
 
 Recipe = Any  # DelayedScaling, a stateless recipe, or {path glob: recipe}
 
 _LARGEST_STEP = np.float32(2.0**12)  # of a leaf that holds no log2: p + (new - p) is then close to new
-
-
-class SplitFp8State(NamedTuple):
-    """State of `split_fp8`.
-
-    Attributes:
-      fp8_scales: state of the transform of the scale leaves, an `Fp8State`.
-      fp8_rest: state of the transform of all other leaves.
-
-    Example:
-      >>> import jax.numpy as jnp, jaxmp, optax
-      >>> tx = split_fp8(update_amax(jaxmp.fp8.DelayedScaling()), optax.sgd(0.1))
-      >>> state = tx.init({"w": jnp.ones(2), "fp8_lhs_e4m3_log2_scale": jnp.zeros(())})
-      >>> type(state.fp8_scales).__name__
-      'Fp8State'
-    """
-
-    fp8_scales: Any
-    fp8_rest: Any
 
 
 class MovesScales(optax.GradientTransformation):
@@ -161,50 +141,6 @@ def update_amax(recipe: Recipe) -> MovesScales:
     made = MovesScales(init_fn, update_fn)
     made.recipe, made.observe, made.move = recipe, observe, move
     return made
-
-
-def split_fp8(
-    scales: optax.GradientTransformation, rest: optax.GradientTransformation
-) -> optax.GradientTransformationExtraArgs:
-    """Applies one transform to scale leaves and another to all other leaves, for an optimizer without masters.
-
-    `mixed_precision` does it by itself.
-
-    Args:
-      scales: transform for the scale leaves: `update_amax(recipe)`.
-      rest: transform for all other leaves. It sees `optax.MaskedNode()` in place of scale leaves, so masks and labels
-        made for the whole tree still fit.
-
-    Returns:
-      A transform with `SplitFp8State`.
-
-    Example:
-      >>> tx = split_fp8(update_amax(DelayedScaling(amax_history_len=4)), optax.sgd(1.0))
-      >>> params = {"fp8_lhs_e4m3_log2_scale": jnp.float32(0.0), "w": jnp.float32(1.0)}
-      >>> grads = {"fp8_lhs_e4m3_log2_scale": jnp.float32(7.0), "w": jnp.float32(0.5)}
-      >>> updates, _ = tx.update(grads, tx.init(params), params)
-      >>> optax.apply_updates(params, updates)
-      {'fp8_lhs_e4m3_log2_scale': Array(6., dtype=float32), 'w': Array(0.5, dtype=float32)}
-    """
-    scales, rest = optax.with_extra_args_support(scales), optax.with_extra_args_support(rest)
-
-    def init_fn(params: PyTree) -> SplitFp8State:
-        only_scales, others = scale_leaves.partition(params)
-        return SplitFp8State(scales.init(only_scales), rest.init(others))
-
-    def update_fn(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, SplitFp8State]:
-        (of_scales, of_rest), (scale_params, others) = map(_apart, (updates, params))
-        moves, scales_state = scales.update(of_scales, state.fp8_scales, scale_params, **extra_args)
-        moved, rest_state = inner_update.update(rest, of_rest, state.fp8_rest, others, extra_args)
-        return scale_leaves.merge(moves, moved), SplitFp8State(scales_state, rest_state)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _apart(tree: PyTree) -> tuple[Any, Any]:
-    return (None, None) if tree is None else scale_leaves.partition(tree)
 
 
 def observed(amaxes: PyTree, scale_params: PyTree, masters: PyTree, params: PyTree) -> PyTree:
