@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import jaxmp
 from fp8_model import GRAD, LHS, MATMUL, RHS, scale_leaves
 from helpers import assert_close, assert_exact, assert_moved, sqnr
+from jaxmp._src.programs import jaxprs
 from jaxmp.fp8 import (
     MXFP8,
     BlockScaling,
@@ -710,3 +711,15 @@ def test_einsum_refuses_what_is_not_one_gemm(equation, reason):
     x = jnp.ones((16, 16))
     with pytest.raises(ValueError, match=re.escape(f"an fp8 einsum is one GEMM: {reason}; got {equation!r}")):
         einsum(equation, x, x, recipe=CurrentScaling())
+
+
+def test_a_weight_is_one_value_for_both_of_its_products():
+    """So one that is split over devices is gathered once; a barrier round it would make fprop's and dgrad's differ."""
+
+    def loss(x, w):
+        return jnp.sum(dot_general(x, w, MATMUL, recipe=HYBRID, scales=UNIT) ** 2)
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(jnp.ones((32, 64)), jnp.ones((64, 48)))
+    barriers = [eqn for eqn in jaxprs.equations(jaxpr) if eqn.primitive.name == "optimization_barrier"]
+    of_products = [[x.aval for x in eqn.invars] for eqn in barriers if any(x.aval.shape == () for x in eqn.invars)]
+    assert sorted(x.shape for avals in of_products for x in avals if x.shape) == [(32, 48), (32, 64), (32, 64)]

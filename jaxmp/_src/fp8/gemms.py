@@ -189,8 +189,9 @@ def multiply(a: Quantized, b: Quantized, product: Product, *, power_of_two: bool
         (x, x_axes), (y, y_axes) = (_summed_last(t, axes) for t, axes in zip((a, b), contract, strict=True))
         numbers = ((x_axes, y_axes), batch)
         # Without this, XLA makes one GEMM of those that read one tensor (q, k and v), and copies their other operands
-        # beside each other, and their results apart.
-        x, y = lax.optimization_barrier((x, y))
+        # beside each other, and their results apart. The scale tells the barriers of one tensor apart. The other
+        # operand stays as it is: a weight that is split over devices is gathered once, for fprop and dgrad.
+        x, _ = lax.optimization_barrier((x, b.inv_scale))
         return dot(
             x, y, dimension_numbers=numbers, precision=algorithm(fast=product.fast), preferred_element_type=written
         )
