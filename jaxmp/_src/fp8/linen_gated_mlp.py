@@ -14,7 +14,7 @@ from jaxmp._src.fp8 import layers, linen_layers, recipes
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) in fp8 as one operation, without biases, as in Llama; see `jaxmp.fp8.gated_mlp`.
 
-    It casts x once for both layers that read it, and moves about three quarters of the bytes that three layers move
+    It casts x once for both layers that read it, and moves about seven eighths of the bytes that three layers move
     beside their matmuls. Its params are those of `nn.Dense(..., use_bias=False)` layers with the names gate, up and
     down in `jaxmp.fp8.autocast`, so weights and scales of one fit the other. Without fp8, under
     `jaxmp.fp8.autocast(enabled=False)`, it is these three layers.

@@ -17,7 +17,7 @@ _KERNEL_INIT = nnx.initializers.lecun_normal()
 class GatedMLP(nnx.Module):
     """down(silu(gate(x)) * up(x)) in fp8 as one operation, without biases, as in Llama; see `jaxmp.fp8.gated_mlp`.
 
-    It casts x once for both layers that read it, and moves about three quarters of the bytes that three layers move
+    It casts x once for both layers that read it, and moves about seven eighths of the bytes that three layers move
     beside their matmuls. gate, up and down are `nnx.Linear(..., use_bias=False)` layers as `jaxmp.nnx.to_fp8` makes
     them, so weights and scales of one fit the other. Without fp8, under `jaxmp.fp8.autocast(enabled=False)`, it is
     these three layers.
