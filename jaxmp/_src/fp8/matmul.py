@@ -355,11 +355,12 @@ def _explicit_shardings(*operands: Array) -> list[NamedSharding | None]:
 
     An operand that was not put on the mesh of another is on all of its devices.
     """
-    found = [jax.typeof(x).sharding for x in operands if shardings.is_explicit(x)]
-    if not found:
-        return [None] * len(operands)
-    whole = (NamedSharding(found[0].mesh, PartitionSpec(*[None] * x.ndim)) for x in operands)
-    return [jax.typeof(x).sharding if shardings.is_explicit(x) else w for x, w in zip(operands, whole, strict=True)]
+    found = [jax.typeof(x).sharding if shardings.is_explicit(x) else None for x in operands]
+    mesh = next((sharding.mesh for sharding in found if sharding is not None), None)
+    if mesh is None:
+        return found
+    whole = (NamedSharding(mesh, PartitionSpec(*[None] * x.ndim)) for x in operands)
+    return [w if own is None else own for own, w in zip(found, whole, strict=True)]
 
 
 def plain_dot_general(

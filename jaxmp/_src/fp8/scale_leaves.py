@@ -204,8 +204,7 @@ def enter(params: PyTree, gradient_scale: Float[Array, ""]) -> PyTree:
 
     Gradients will be `gradient_scale` times as large as unscaled ones.
 
-    All scalars come out of one array: then XLA computes the scales of all casts and products, which read that array, in
-    one launch, and not each in a launch of its own.
+    All scalars come out of one array, so that the scales of all casts and products take one launch.
     """
     shifted: dict[str, Array] = {}
     alike: dict[frozenset[str], list[str]] = {}  # scalars by the axes over which they vary
@@ -218,8 +217,7 @@ def enter(params: PyTree, gradient_scale: Float[Array, ""]) -> PyTree:
 
     map_scales(add, params)
     for paths in alike.values():
-        together = reductions.computed_once(jnp.stack([shifted[path] for path in paths]))
-        shifted |= {path: lax.index_in_dim(together, i, keepdims=False) for i, path in enumerate(paths)}
+        shifted |= zip(paths, reductions.out_of_one_array([shifted[path] for path in paths]), strict=True)
     return map_scales(lambda path, _: lax.convert_element_type(shifted[path], compat.max_dtype()), params)
 
 

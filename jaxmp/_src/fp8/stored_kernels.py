@@ -204,9 +204,7 @@ def write(params: PyTree, masters: PyTree, before: PyTree | None) -> PyTree:
 
 
 def _scales_of(leaves: list[Float[Array, ""]]) -> list[Float[Array, ""]]:
-    """The scales of leaves, all of which come out of one array: XLA for GPU then computes them in one launch."""
-    together = reductions.computed_once(jnp.stack(leaves))
-    return [scale_leaves.scale_of(leaf, holds_log2=True)[0] for leaf in together]
+    return [scale_leaves.scale_of(leaf, holds_log2=True)[0] for leaf in reductions.out_of_one_array(leaves)]
 
 
 def refuse_update(path: str) -> None:
