@@ -28,7 +28,6 @@ from jaxmp._src.transforms.clip import count_zeros as count_zeros
 from jaxmp._src.transforms.clip import global_norm as global_norm
 from jaxmp._src.transforms.compress import compress_moments as compress_moments
 from jaxmp._src.transforms.ema import ema_params as ema_params
-from jaxmp._src.transforms.ema import get_ema_batch_stats as get_ema_batch_stats
 from jaxmp._src.transforms.ema import get_ema_params as get_ema_params
 from jaxmp._src.transforms.fused import fused_adamw as fused_adamw
 from jaxmp._src.transforms.fused import fused_lion as fused_lion

@@ -200,7 +200,9 @@ def repeated(f: Callable[..., Any], count: int) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         def again(i: Any, before: Any) -> Any:
             del before
-            held, _ = jax.lax.optimization_barrier((args, i))  # XLA would move what is the same in each turn to before it
+            held, _ = jax.lax.optimization_barrier(
+                (args, i)
+            )  # XLA would move what is the same in each turn to before it
             return f(*held)
 
         return jax.lax.fori_loop(1, count, again, f(*args))

@@ -46,7 +46,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     "transforms": {
         "Fused optimizers": ("fused_adamw", "fused_lion", "fused_sgd"),
         "Small state": ("compress_moments", "float32_moments", "stochastic_round_updates"),
-        "Averages of the weights": ("ema_params", "get_ema_params", "get_ema_batch_stats"),
+        "Averages of the weights": ("ema_params", "get_ema_params"),
         "Norms and clipping": ("clip_by_global_norm", "global_norm", "count_zeros"),
     },
     "fp8": {

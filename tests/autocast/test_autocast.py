@@ -791,7 +791,7 @@ def test_modules_have_dtypes_of_their_own_by_path():
     class Inner(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(4)(x)
+            return nn.Dense(8)(x)
 
     class Outer(nn.Module):
         @nn.compact
@@ -800,7 +800,7 @@ def test_modules_have_dtypes_of_their_own_by_path():
             x = Inner(name="full")(x)
             return Inner(name="brain")(x)
 
-    x = jnp.ones((2, 4))
+    x = jnp.ones((2, 8))
     params = jax.eval_shape(Outer().init, jax.random.key(0), x)["params"]
 
     def loss_fn(params):
@@ -823,7 +823,7 @@ def test_modules_have_dtypes_of_their_own_by_path():
 
     class Net(nnx.Module):
         def __init__(self):
-            self.low, self.full = (nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2))
+            self.low, self.full = (nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(2))
 
         def __call__(self, x):
             return self.low(x) + self.full(x)
@@ -856,6 +856,6 @@ def test_a_sum_of_products_is_a_sum(fn, dtype):
 
 def test_a_matmul_with_one_row_is_a_matmul():
     jaxpr = jax.make_jaxpr(jaxmp.autocast(lambda q, k: jnp.einsum("bd,bkd->bk", q, k), jnp.bfloat16))(
-        jnp.ones((2, 3)), jnp.ones((2, 5, 3))
+        jnp.ones((2, 8)), jnp.ones((2, 5, 8))
     )
-    assert "bf16[2,5,3]" in str(jaxpr)
+    assert "bf16[2,5,8]" in str(jaxpr)

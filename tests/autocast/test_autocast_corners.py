@@ -366,7 +366,7 @@ def test_numpy_scalars_are_numbers() -> None:
     def fn(x: jax.Array, s: Any) -> jax.Array:
         return x @ x * (s if s > 1 else 1)
 
-    out = jaxmp.autocast(fn)(jnp.eye(2), np.float32(2.0))
+    out = jaxmp.autocast(fn)(jnp.eye(8), np.float32(2.0))
     assert out.dtype == jnp.float16 and float(out[0, 0]) == 2.0
 
 
@@ -405,7 +405,7 @@ def test_a_region_without_dtype_has_the_one_around_it() -> None:
         with jaxmp.autocast(force_fp32=("tanh",)):
             return x @ x, jnp.tanh(x @ x), jaxmp.autocast(jnp.matmul)(x, x), c
 
-    x = jnp.eye(2)
+    x = jnp.eye(8)
     dtypes = [y.dtype.name for y in jax.eval_shape(jaxmp.autocast(fn, jnp.bfloat16), x)]
     assert dtypes == ["bfloat16", "float32", "bfloat16", "float16"]
     assert jax.eval_shape(jaxmp.autocast(jnp.matmul), x, x).dtype == jnp.float16  # outside of all
@@ -455,7 +455,7 @@ def test_lists_are_read_back_from_the_name_of_their_region(lists: cast_lists.Cas
 
 def test_a_region_is_read_in_a_function_that_was_traced_for_another_rewrite() -> None:
     """`jax.jit` caches what it traced, regions included."""
-    w = jnp.ones((4, 4))
+    w = jnp.ones((8, 8))
 
     @jax.jit
     def inner(x: jax.Array) -> Any:
@@ -598,9 +598,9 @@ def test_a_literal_as_the_result_of_a_call() -> None:
         y, a, b, n = jax.jit(lambda x: (x @ x, 1.5, True, 3))(x)
         return jnp.where(b, y * a, y) * n
 
-    out = jaxmp.autocast(fn, BF16)(jnp.eye(4))
+    out = jaxmp.autocast(fn, BF16)(jnp.eye(8))
     assert out.dtype == BF16
-    assert_exact(out, 4.5 * jnp.eye(4, dtype=BF16))
+    assert_exact(out, 4.5 * jnp.eye(8, dtype=BF16))
 
 
 CLOSURES: dict[str, Any] = {

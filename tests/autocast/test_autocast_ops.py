@@ -308,7 +308,7 @@ def arguments(op: dict[str, Any], row: str) -> list[jax.ShapeDtypeStruct]:
 
 def halved(x: Any) -> Any:
     """`x` as a product leaves it: float32 to the function that is traced, and of 16 bits under autocast."""
-    return (jnp.stack([x, x], -1) @ jnp.ones((2, 1)))[..., 0]
+    return (jnp.stack([x] * 8, -1) @ jnp.ones((8, 1)))[..., 0]
 
 
 def dtype_under_autocast(name: str, lp: str, row: str, where: str) -> str:

@@ -367,7 +367,10 @@ class Plain(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(4)(nn.relu(nn.Dense(4)(x)))
+        return nn.Dense(4)(nn.relu(nn.Dense(8)(x)))
+
+
+PLAIN_X = np.concatenate([X, X], 1)  # sums over eight elements: those of four are float32
 
 
 def plain_loss(params, x):
@@ -383,25 +386,25 @@ def plain_step(state, x):
 def plain_state(policy="fp16", cls=jaxmp.linen.TrainState, chained=False):
     before = jaxmp.reduce_gradients(None) if chained else None
     tx = jaxmp.mixed_precision(optax.adam(1e-2), policy, before=before)
-    params = jax.jit(Plain().init)(jax.random.key(0), X)["params"]
+    params = jax.jit(Plain().init)(jax.random.key(0), PLAIN_X)["params"]
     return cls.create(apply_fn=Plain().apply, params=params, tx=tx, policy=policy)
 
 
 def test_a_train_state_carries_its_policy_through_every_transformation():
     state = plain_state()
     assert state.policy == jaxmp.get_policy("fp16")
-    expected = matmuls(lambda x: plain_step(state, x), X)  # closed over
+    expected = matmuls(lambda x: plain_step(state, x), PLAIN_X)  # closed over
     assert expected == {"float16": 5}
     over_steps = functools.partial(jax.lax.scan, plain_step)
-    assert matmuls(plain_step, state, X) == expected
-    assert matmuls(jax.jit(plain_step), state, X) == expected
-    assert matmuls(over_steps, state, X[None]) == expected
-    assert matmuls(jax.vmap(plain_step, in_axes=(None, 0)), state, X[None]) == expected
-    assert matmuls(plain_step, state.replace(step=state.step + 1), X) == expected
-    assert matmuls(plain_step, plain_state(chained=True), X) == expected
-    assert matmuls(plain_step, plain_state(cls=OurState), X) == expected
+    assert matmuls(plain_step, state, PLAIN_X) == expected
+    assert matmuls(jax.jit(plain_step), state, PLAIN_X) == expected
+    assert matmuls(over_steps, state, PLAIN_X[None]) == expected
+    assert matmuls(jax.vmap(plain_step, in_axes=(None, 0)), state, PLAIN_X[None]) == expected
+    assert matmuls(plain_step, state.replace(step=state.step + 1), PLAIN_X) == expected
+    assert matmuls(plain_step, plain_state(chained=True), PLAIN_X) == expected
+    assert matmuls(plain_step, plain_state(cls=OurState), PLAIN_X) == expected
     restored = flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))
-    assert matmuls(plain_step, restored, X) == expected
+    assert matmuls(plain_step, restored, PLAIN_X) == expected
 
 
 def test_an_argument_has_precedence_over_the_policy_of_a_train_state():
@@ -409,8 +412,8 @@ def test_an_argument_has_precedence_over_the_policy_of_a_train_state():
         return jaxmp.value_and_grad(plain_loss, policy=policy)(state.params, x, opt_state=state.opt_state)
 
     state = plain_state()
-    assert matmuls(lambda x: step(state, x, "params=float16,compute=float32,output=float32"), X) == {"float32": 5}
-    assert matmuls(lambda x: step(state, x, "bf16"), X) == {"bfloat16": 5}
+    assert matmuls(lambda x: step(state, x, "params=float16,compute=float32,output=float32"), PLAIN_X) == {"float32": 5}
+    assert matmuls(lambda x: step(state, x, "bf16"), PLAIN_X) == {"bfloat16": 5}
 
 
 def test_the_policy_is_no_part_of_the_pytree_of_the_optimizer():
@@ -428,10 +431,10 @@ def test_a_train_state_is_rebuilt_by_jax_with_any_leaves():
     state = plain_state()
     for leaf in (None, 0, "text", object()):
         jax.tree.map(lambda _, leaf=leaf: leaf, state)
-    assert jax.eval_shape(plain_step, state, X)[1].dtype == jnp.float32
+    assert jax.eval_shape(plain_step, state, PLAIN_X)[1].dtype == jnp.float32
     compiled, new = jax.jit(plain_step), state
     for _ in range(3):
-        new, _ = compiled(new, X)
+        new, _ = compiled(new, PLAIN_X)
     assert compiled._cache_size() == 1
 
 

@@ -537,8 +537,8 @@ class Plain(nnx.Module):
     """No dtype anywhere; batch statistics and dropout move in the forward pass."""
 
     def __init__(self, rngs):
-        self.inner, self.outer = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
-        self.norm, self.dropout = nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.25, rngs=rngs)
+        self.inner, self.outer = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.25, rngs=rngs)
 
     def __call__(self, x):
         return self.outer(self.dropout(self.norm(self.inner(x))))
@@ -560,7 +560,7 @@ def test_the_loss_runs_in_the_precision_of_the_policy(named, accumulate):
         else:
             grad_fn, held = jaxmp.nnx.value_and_grad(loss_fn, **options), optimizer
         before = model.norm.mean[...], model.dropout.rngs.count[...]
-        loss, grads = grad_fn(model, X, Y, opt_state=held)
+        loss, grads = grad_fn(model, np.concatenate([X, X], 1), Y, opt_state=held)
         optimizer.update(model, grads)
         moved = [
             jnp.any(a != b) for a, b in zip(before, (model.norm.mean[...], model.dropout.rngs.count[...]), strict=True)

@@ -13,7 +13,7 @@ import jaxmp
 from helpers import assert_exact, assert_within_ulps
 
 rng = np.random.default_rng(0)
-W, X = jnp.asarray(rng.normal(size=(4, 4)), jnp.float32), jnp.asarray(rng.normal(size=(2, 4)), jnp.float32)
+W, X = jnp.asarray(rng.normal(size=(8, 8)), jnp.float32), jnp.asarray(rng.normal(size=(2, 8)), jnp.float32)
 
 
 def names(tree: Any) -> Any:
@@ -87,7 +87,7 @@ def test_linen_methods_and_the_switch(enabled: bool) -> None:
 def test_nnx_methods() -> None:
     class Net(nnx.Module):
         def __init__(self) -> None:
-            self.dense, self.fp16_enabled = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), True
+            self.dense, self.fp16_enabled = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), True
 
         @jaxmp.auto_fp16()
         def __call__(self, x: jax.Array) -> jax.Array:

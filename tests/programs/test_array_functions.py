@@ -105,24 +105,26 @@ def test_modules_are_taken_apart_and_come_back_as_copies(name):
 
 
 def test_a_variable_is_a_box_that_autocast_updates():
-    variable = nnx.Param(X)
+    wide = jnp.ones((8, 8))
+    variable = nnx.Param(wide)
     assert not array_functions.is_module(variable)
     assert array_functions.leaves_of({"p": variable}).paths == ["p"]
 
     def fn(p):
         p[...] = p[...] + 1
-        return p[...] @ X
+        return p[...] @ wide
 
     assert jaxmp.autocast(fn)(variable).dtype == jnp.float16
-    assert_exact(variable[...], X + 1)
+    assert_exact(variable[...], wide + 1)
 
 
 def test_linen_modules_are_leaves_and_trees_are_trees():
     dense, tree = nn.Dense(2), TreeModule(jnp.ones(()))
     assert not array_functions.is_module(dense) and not array_functions.is_module(tree)
     assert array_functions.leaves_of([dense, tree]).values == [dense, tree.total]
-    params = jax.jit(dense.init)(jax.random.key(0), X)
-    assert jaxmp.autocast(lambda m, p: m.apply(p, X))(dense, params).dtype == jnp.float16
-    assert jaxmp.autocast(dense.bind(params))(X).dtype == jnp.float16
-    assert jaxmp.autocast(tree)(X).dtype == jnp.float16
-    assert jaxmp.autocast(lambda m: m(X))(tree).dtype == jnp.float16
+    x = jnp.ones((8, 8))
+    params = jax.jit(dense.init)(jax.random.key(0), x)
+    assert jaxmp.autocast(lambda m, p: m.apply(p, x))(dense, params).dtype == jnp.float16
+    assert jaxmp.autocast(dense.bind(params))(x).dtype == jnp.float16
+    assert jaxmp.autocast(tree)(x).dtype == jnp.float16
+    assert jaxmp.autocast(lambda m: m(x))(tree).dtype == jnp.float16

@@ -216,8 +216,8 @@ def test_an_nnx_module_with_state_and_keys(tmp_path):
 
 def test_a_step_under_a_policy_is_replayed_under_it(tmp_path):
     """In float32 the product is finite, in float16 it is not: a replay without the policy would find nothing."""
-    params = {"w": np.full((4, 4), 200.0, np.float32)}
-    x = np.full((4, 4), 200.0, np.float32)
+    params = {"w": np.full((8, 8), 200.0, np.float32)}
+    x = np.full((8, 8), 200.0, np.float32)
     for policy, finite in ((None, True), ("16-mixed", False), (jaxmp.get_policy("bf16-mixed"), True)):
         path = capture(tmp_path / str(policy), product_loss, params, x, loss_scale=1.0, policy=policy)
         found = replay(path, product_loss, times=1)

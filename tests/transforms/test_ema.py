@@ -1,18 +1,15 @@
 """The average of the masters: beside a NumPy rewrite in float64, over skipped steps and for every kind of param."""
 
 import functools
-from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jaxmp
-from helpers import assert_close, assert_exact, assert_moved, assert_same_program
+from helpers import assert_close, assert_exact, assert_moved
 from regimes import guarded
 
 W = np.array([1.0, -2.0, 0.5], np.float32)
@@ -155,120 +152,3 @@ def test_an_average_before_what_changes_updates_is_refused(name, wrap):
 def test_an_average_of_final_updates_is_not(name):
     tx, params = jaxmp.mixed_precision(LAST[name](), "fp32"), {"w": jnp.ones(2), "b": jnp.ones(2)}
     jax.eval_shape(lambda: jaxmp.apply_gradients(tx, params, tx.init(params), params))
-
-
-# Statistics
-
-
-def averaged_by_hand(values, decay=0.5):
-    """The average of float64 arrays with debias."""
-    total, weight = 0.0, 0.0
-    for x in values:
-        total, weight = decay * total + (1 - decay) * np.asarray(x, np.float64), decay * weight + (1 - decay)
-    return total / weight
-
-
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(1)(nn.BatchNorm(use_running_average=False, momentum=0.5)(x))
-
-
-class StateWithStats(jaxmp.linen.TrainState):
-    batch_stats: Any
-
-
-def loop(net, x):
-    variables = net.init(jax.random.key(0), x)
-    ema = jaxmp.ema_params(0.5, batch_stats=jax.eval_shape(lambda: variables["batch_stats"]))
-    tx = jaxmp.mixed_precision(optax.chain(optax.sgd(0.1), ema), "fp16")
-    state = StateWithStats.create(
-        apply_fn=net.apply, params=variables["params"], tx=tx, policy="fp16", batch_stats=variables["batch_stats"]
-    )
-
-    @jax.jit
-    def step(state, x):
-        def loss_fn(params):
-            out, new = net.apply({"params": params, "batch_stats": state.batch_stats}, x, mutable=["batch_stats"])
-            return jnp.mean(out.astype(jnp.float32) ** 2), new["batch_stats"]
-
-        (_, stats), grads = jaxmp.value_and_grad(loss_fn, has_aux=True)(state.params, opt_state=state.opt_state)
-        return state.apply_gradients(grads=grads, batch_stats=stats)
-
-    return state, step
-
-
-@pytest.mark.thorough(0)
-def test_statistics_are_averaged_with_the_weights_and_survive_skips_and_checkpoints(tmp_path):
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
-    fresh, step = loop(Net(), x)
-    assert_moved(jaxmp.get_ema_batch_stats(fresh.opt_state, fresh.batch_stats), fresh.batch_stats)
-    state, seen = fresh, []
-    for i in range(3):
-        state = step(state, (1 + i) * x)
-        seen.append(state.batch_stats["BatchNorm_0"])
-    average = jaxmp.get_ema_batch_stats(state.opt_state, state.batch_stats)["BatchNorm_0"]
-    for name in ("mean", "var"):
-        np.testing.assert_allclose(average[name], averaged_by_hand([s[name] for s in seen]), rtol=1e-6)
-    skipped = step(state, x.at[0, 0].set(jnp.inf))
-    assert bool(skipped.metrics["skipped"])
-    same = [optax.tree.get(found.opt_state, "ema_batch_stats") for found in (skipped, state)]
-    assert_moved(*same)
-    with jaxmp.checkpoint.manager(tmp_path) as steps:
-        jaxmp.checkpoint.save_job(steps, 0, state)
-        restored = jaxmp.checkpoint.restore_job(steps, fresh).job
-    assert_same_program(step(restored, x).opt_state, step(state, x).opt_state)
-
-
-def test_statistics_of_nnx():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.norm, self.out = nnx.BatchNorm(3, momentum=0.5, rngs=rngs), nnx.Linear(3, 1, rngs=rngs)
-
-        def __call__(self, x):
-            return self.out(self.norm(x))
-
-    model, x = Model(nnx.Rngs(0)), jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
-    ema = jaxmp.ema_params(0.5, batch_stats=nnx.state(model, nnx.BatchStat))
-    tx = jaxmp.mixed_precision(optax.chain(optax.sgd(0.1), ema), "bf16")
-    optimizer = jaxmp.nnx.Optimizer(model, tx, policy="bf16")
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        _, grads = jaxmp.nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model, opt_state=optimizer)
-        optimizer.update(model, grads, batch_stats=nnx.state(model, nnx.BatchStat))
-
-    seen = []
-    for i in range(2):
-        step(model, optimizer, (1 + i) * x)
-        seen.append(np.asarray(model.norm.mean[...]))
-    average = jaxmp.get_ema_batch_stats(optimizer.opt_state, nnx.state(model, nnx.BatchStat))
-    np.testing.assert_allclose(average["norm"]["mean"][...], averaged_by_hand(seen), rtol=1e-5)
-    nnx.update(model, average)
-    np.testing.assert_allclose(model.norm.mean[...], averaged_by_hand(seen), rtol=1e-5)
-
-
-def test_statistics_without_debias_start_at_the_first_ones():
-    tx = jaxmp.ema_params(0.75, debias=False, batch_stats={"mean": jnp.array([4.0])})
-    params = {"w": jnp.ones(2)}
-    state = tx.init(params)
-    _, state = tx.update(params, state, params, batch_stats={"mean": jnp.array([8.0], jnp.bfloat16)})
-    assert_exact(jaxmp.get_ema_batch_stats(state, {"mean": jnp.zeros(1)}), {"mean": jnp.array([5.0])})
-
-
-def test_errors_of_statistics():
-    params, stats = {"w": jnp.ones(2)}, {"norm": {"mean": jnp.zeros(3)}}
-    with_stats, without = jaxmp.ema_params(0.9, batch_stats=stats), jaxmp.ema_params(0.9)
-    update = functools.partial(with_stats.update, params, with_stats.init(params), params)
-    with pytest.raises(ValueError, match="that each update gets; got none.*batch_stats=new_stats"):
-        update()
-    with pytest.raises(ValueError, match="got some, where ema_params was made without"):
-        without.update(params, without.init(params), params, batch_stats=stats)
-    with pytest.raises(ValueError, match="norm/var"):
-        update(batch_stats={"norm": {"mean": jnp.zeros(3), "var": jnp.zeros(3)}})
-    with pytest.raises(ValueError, match=r"got \(4,\) at norm/mean, expected \(3,\)"):
-        update(batch_stats={"norm": {"mean": jnp.zeros(4)}})
-    with pytest.raises(ValueError, match=r"got \(4, 3\) at norm/mean, .*microbatches.*accumulate=.*carry_argnum="):
-        update(batch_stats={"norm": {"mean": jnp.zeros((4, 3))}})
-    with pytest.raises(ValueError, match="got some, where ema_params was made without"):
-        jaxmp.get_ema_batch_stats(without.init(params), stats)

@@ -6,9 +6,13 @@ are four groups:
     allow       float16 or bfloat16: tensor cores make these fast              matmuls, convolutions
     force_fp32  float32: where 16 bits lose range or precision                exp, log, pow, rsqrt, sums, erf_inv, ...
     widest      the widest dtype of its inputs: cheap, and safe in either     add, mul, max, tanh, reshape, ...;
-                a write into a buffer keeps the buffer's dtype; a product that sums nothing is here, too. A product
-                without a matrix (`jnp.vdot`) is a sum
-    (others)    the dtypes it was written with: no 16-bit form is known        fft, cholesky, pallas kernels, callbacks
+                a write into a buffer keeps the buffer's dtype; a product that sums at most four elements is here, too
+                (tensor cores gain nothing, and geometry is exact). A product without a matrix (`jnp.vdot`) is a sum
+    (others)    the dtypes it was written with: no 16-bit form is known        fft, cholesky, pallas kernels, callbacks,
+                a product with `precision=HIGHEST` or an algorithm
+
+What adds up more than two numbers does so in float32, forwards and backwards. The result of a sum is float32; an
+average over windows, a scatter and a short product are rounded once, to the dtype of their inputs.
 
 PyTorch's lists name whole operations (softmax, layer_norm). A jaxpr shows only their parts. So the lists hold the
 important parts, and `value_uses` combines them: operations that feed only float32 operations run in float32 too.
@@ -18,6 +22,7 @@ References:
 """
 
 import difflib
+import math
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -39,7 +44,7 @@ FORCE_FP32 = frozenset(
         *("acos", "asin", "tan", "cosh", "sinh", "acosh", "atanh"),
         *("lgamma", "digamma", "polygamma", "zeta", "igamma", "igammac", "igamma_grad_a", "random_gamma_grad"),
         *("regularized_incomplete_beta", "bessel_i0e", "bessel_i1e"),
-        *("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp"),
+        *("reduce_sum", "reduce_prod", "reduce_window_sum", "cumsum", "cumprod", "cumlogsumexp"),
     }
 )
 
@@ -51,7 +56,7 @@ _ARITHMETIC = frozenset(
         *("floor", "ceil", "round", "nextafter", "is_finite"),
         *("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to"),
         *("scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"),
-        *("reduce_window_sum", "elu", "selu", "celu", "log_sigmoid"),
+        *("elu", "selu", "celu", "log_sigmoid"),
     }
 )
 
@@ -80,12 +85,16 @@ EACH_ITS_OWN = frozenset(
 WIDEST = _ARITHMETIC | MOVES | EACH_ITS_OWN
 
 # Arithmetic that may have float32 scalars. (The next number after one depends on the dtype.)
-_WITH_SCALARS = _ARITHMETIC - {"nextafter", "reduce_window_sum"}
+_WITH_SCALARS = _ARITHMETIC - {"nextafter"}
+
+SHORT = 4  # elements
+SCATTERED_SUMS = frozenset({"scatter-add", "scatter-sub", "scatter-mul"})
+WINDOWS = frozenset({"reduce_window_max", "reduce_window_min"})
 
 # Elementwise work, which costs nothing in any dtype if it is fused with the next operation.
 FUSIBLE = (_ARITHMETIC | MOVES) - {
     *("scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "scatter", "gather", "sort"),
-    *("reduce_window_sum", "reduce_window_max", "reduce_window_min", "dynamic_update_slice", "top_k"),
+    *("reduce_window_max", "reduce_window_min", "dynamic_update_slice", "top_k"),
     *("sharding_constraint", "name", "cummax", "cummin", "argmax", "argmin", "dynamic_slice", "concatenate"),
 }
 
@@ -131,6 +140,8 @@ class CastLists(NamedTuple):
       narrow: what it said of the matmuls of one function: (place, product or reason) each.
       float32_products: which products of 16-bit operands return float32: "all", as the code asks for it
         (`float32_products`); "read", those whose results float32 operations alone read; "": none.
+      highest_asks: whether `precision=HIGHEST` of a product asks for float32. Where it is the default around the
+        function, it says nothing of one product.
     """
 
     dtype: np.dtype | None
@@ -144,6 +155,7 @@ class CastLists(NamedTuple):
     chooser: Any = None
     narrow: frozenset[tuple[tuple[int, ...], Any]] = frozenset()
     float32_products: str = ""
+    highest_asks: bool = True
 
     def within(self, i: int) -> "CastLists":
         """The lists in equation `i` of a function, and in function `i` of an equation."""
@@ -208,13 +220,32 @@ def is_custom_scatter(eqn: Any) -> bool:
 def group_of(eqn: Any, lists: "CastLists") -> str | None:
     """The group of an equation by its lists: that of its name, but some products are no matmuls.
 
-    A product that sums nothing is elementwise work. One in which every axis is summed or shared (`jnp.vdot`,
-    `einsum("bk,bk->b")`) is a sum of products, as `jnp.sum(a * b)` is.
+    A product that sums few elements is elementwise work. One in which every axis is summed or shared (`jnp.vdot`,
+    `einsum("bk,bk->b")`) is a sum of products, as `jnp.sum(a * b)` is. One whose code says how exact it must be runs as
+    it was written.
     """
     group = lists.group(jaxprs.function_name(eqn) if jaxprs.functions_of(eqn) else eqn.primitive.name)
     if group != "allow":
         return group
-    return "widest" if sums_nothing(eqn) else "force_fp32" if only_sums(eqn) else group
+    if names_precision(eqn, lists):
+        return None
+    return "widest" if is_short(eqn) else "force_fp32" if only_sums(eqn) else group
+
+
+def names_precision(eqn: Any, lists: "CastLists") -> bool:
+    """Whether a product names its algorithm, or `precision=HIGHEST` (`"float32"` is the same) where that asks."""
+    precision = eqn.params.get("precision")
+    if precision is None:
+        return False
+    given = precision if isinstance(precision, tuple) else (precision,)
+    if all(isinstance(p, jax.lax.Precision) for p in given):
+        return lists.highest_asks and jaxprs.is_highest(precision)
+    return True
+
+
+def at_call(lists: "CastLists") -> "CastLists":
+    """The lists for a function that is called here, perhaps with the highest precision as the default."""
+    return lists._replace(highest_asks=not jaxprs.is_highest(jax.config.jax_default_matmul_precision))
 
 
 def returns_float32(eqn: Any, lists: "CastLists") -> bool:
@@ -236,15 +267,30 @@ def asks_for_float32(preferred_element_type: Any) -> bool:
 
 def takes_scalars(eqn: Any) -> bool:
     """Whether an equation is arithmetic that may have float32 scalars: in float32 in each element, rounded once."""
-    return eqn.primitive.name in _WITH_SCALARS or sums_nothing(eqn)
+    return eqn.primitive.name in _WITH_SCALARS or is_short(eqn)
 
 
-def sums_nothing(eqn: Any) -> bool:
-    """Whether an equation is a product over no axis, or over axes of size 1."""
-    if eqn.primitive.name != "dot_general":
-        return False
+def is_short(eqn: Any) -> bool:
+    """Whether an equation is a product that sums at most `SHORT` elements: geometry, digits, scaling; no layer."""
+    return eqn.primitive.name == "dot_general" and _summed(eqn) <= SHORT
+
+
+def _summed(eqn: Any) -> int:
+    """How many products an element of the result of a `dot_general` is the sum of."""
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    return all(eqn.invars[0].aval.shape[a] == 1 for a in contracted)
+    return math.prod(eqn.invars[0].aval.shape[a] for a in contracted)
+
+
+def rounds_once(eqn: Any) -> bool:
+    """Whether an equation or its derivative adds up numbers: in float32, where its inputs are of 16 bits, too."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in SCATTERED_SUMS:
+        return not params["unique_indices"]
+    if name in WINDOWS:  # the gradient of an element is the sum over the windows of which it is the largest
+        return any(
+            size > step for size, step in zip(params["window_dimensions"], params["window_strides"], strict=True)
+        )
+    return is_short(eqn) and _summed(eqn) > 1
 
 
 def only_sums(eqn: Any) -> bool:

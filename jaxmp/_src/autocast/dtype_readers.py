@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp._src.autocast import float32_products, regions, stand_ins
+from jaxmp._src.autocast import float32_products, loop_sums, regions, stand_ins
 from jaxmp._src.autocast.cast_lists import LOW_MARK, OFF, CastLists
 from jaxmp._src.programs import array_functions, jaxprs
 
@@ -93,7 +93,11 @@ class _Attention(stand_ins.StandIn):
         return not any(eqn.primitive.name == _MATMUL for eqn in jaxprs.equations(closed))
 
 
-_FUNCTIONS = (stand_ins.Function(jax.nn, _ATTENTION, _Attention, True), *float32_products.FUNCTIONS)
+_FUNCTIONS = (
+    stand_ins.Function(jax.nn, _ATTENTION, _Attention),
+    *float32_products.FUNCTIONS,
+    *loop_sums.FUNCTIONS,
+)
 
 
 @contextlib.contextmanager

@@ -117,7 +117,8 @@ def explain(fn: Callable[..., Any], lists: cast_lists.CastLists, args: Any, kwar
             traced = rewrite.Traced(pure, lists, args, kwargs)
             lists.modules.warn_of_idle()
             function = traced.jaxpr, traced.consts
-            found.append(_explain(narrow_matmuls.plan(traced.planner, function, traced.inputs, lists)))
+            here = cast_lists.at_call(lists)
+            found.append(_explain(narrow_matmuls.plan(traced.planner, function, traced.inputs, here)))
             with regions.region(cast_lists.OFF):
                 return pure(*args, **kwargs)
 
@@ -241,8 +242,9 @@ def _group_of(step: Step, eqn: Any) -> str:
         return step.group
     if step.group not in ("written", "inside"):  # a list that names a function
         return step.group
-    asks = step.lists.dtype is not None and eqn.primitive.name in jaxprs.MATMULS and "asks for its dtype"
-    reason = step.lists.because or asks
+    reason = step.lists.because
+    if step.lists.dtype is not None and eqn.primitive.name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
+        reason = "precision=HIGHEST" if jaxprs.is_highest(eqn.params["precision"]) else "asks for its dtype"
     return f"written: {reason}" if reason else "written"
 
 

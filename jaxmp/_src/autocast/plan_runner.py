@@ -285,6 +285,8 @@ def _saturated(number: float, dtype: Any) -> float:
 def _params(step: Step) -> dict[str, Any]:
     """The parameters of an equation that runs in another dtype."""
     params, dtype = dict(step.eqn.params), FLOAT32 if step.how == "once" else step.results[0].dtype
+    if dtype == FLOAT32 and params.get("precision", "") is None and step.group != "allow":
+        params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)  # else a GPU and a TPU round the operands
     is_named = params.get("preferred_element_type") is not None
     if dtype in FLOATS and (is_named or ("preferred_element_type" in params and dtype == FLOAT32)):
         params["preferred_element_type"] = dtype
@@ -292,7 +294,7 @@ def _params(step: Step) -> dict[str, Any]:
 
 
 def _rounded_once(step: Step, operands: list[Any]) -> Any:
-    """Arithmetic of 16-bit arrays with float32 scalars: in float32, and its result is rounded."""
+    """Arithmetic of 16-bit arrays with float32 scalars, and sums of 16-bit numbers: in float32, the result rounded."""
     eqn = step.eqn
 
     def run(*operands: Any) -> Any:
@@ -308,7 +310,8 @@ def _is_linear(eqn: Any) -> bool:
     """Whether the derivative of an equation reads none of its array operands."""
     if eqn.primitive.name in ("mul", "div"):
         return any(isinstance(v, core.Literal) for v in eqn.invars)
-    return eqn.primitive.name in ("add", "sub", "add_any") or eqn.outvars[0].aval.dtype not in FLOATS
+    is_sum = eqn.primitive.name in ("add", "sub", "add_any", "scatter-add", "scatter-sub")
+    return is_sum or eqn.outvars[0].aval.dtype not in FLOATS
 
 
 def _repeated(step: Step, operands: list[Any], wide: dict[int, Any]) -> Any:

@@ -29,7 +29,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 
-from jaxmp._src.autocast import cast_lists, constants, regions, roundings, value_uses
+from jaxmp._src.autocast import cast_lists, constants, loop_sums, regions, roundings, value_uses
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
 from jaxmp._src.autocast.value_uses import Uses
 from jaxmp._src.base import vmap_rules
@@ -52,6 +52,7 @@ class Value(NamedTuple):
       computed: whether an operation of the function computes it; an input, moved or not, is not.
       made_of: `WEIGHTS` if it is made of those inputs alone whose gradients are reduced in float32.
       product: whether it is a product of 16-bit operands that was asked for in float32, moved or not.
+      summed: of a sum over windows, moved or not, the 16-bit dtype of what was added: its average returns to it.
     """
 
     dtype: Any
@@ -61,6 +62,7 @@ class Value(NamedTuple):
     computed: bool = False
     made_of: int = DATA
     product: bool = False
+    summed: Any = None
 
 
 class Step(NamedTuple):
@@ -68,9 +70,9 @@ class Step(NamedTuple):
 
     Attributes:
       eqn: the equation as traced.
-      how: `"bind"`: in new dtypes; `"once"`: the same with a float32 scalar, for which 16-bit operands are widened and
-        the result is rounded; `"written"`: in those it was traced with; `"same"`: returns its operand; `"repeat"`:
-        repeats a 16-bit input, a bias or rows of a table, whose gradient is summed in float32; `"multiply"`: multiplies
+      how: `"bind"`: in new dtypes; `"once"`: 16-bit operands are widened and the result is rounded, as with a float32
+        scalar or in a sum; `"written"`: in those it was traced with; `"same"`: returns its operand; `"repeat"`: repeats
+        a 16-bit operand, a bias or rows of a table, whose gradient is summed in float32; `"multiply"`: multiplies
         data with a weight, whose gradient is a product in float32; `"product"`: multiplies in 16 bits and returns
         float32; `"again"`: its function is traced in the dtypes that arrive; `"call"`: it has functions inside, with a
         plan each.
@@ -177,7 +179,7 @@ class Planner:
         changed = changed or any(_is_change(step) for step in steps)
         readers, rounded = roundings.find(jaxpr, steps)
         outputs = tuple(look_up(v) for v in jaxpr.outvars)
-        key = (inputs, lists, uses.wide_outputs)
+        key = (inputs, lists, uses.wide_outputs, uses.given)
         return Plan(jaxpr, tuple(steps), inputs, outputs, changed, readers, rounded, key)
 
     def _step(self, i: int, eqn: Any, operands: list[Value], lists: CastLists, uses: Uses) -> Step:
@@ -225,6 +227,9 @@ class Planner:
             dtype, group = FLOAT32, "feeds float32"
         elif eqn.primitive.name in cast_lists.INTO_BUFFER:
             dtype = operands[0].dtype
+        elif (dtype := _averaged(eqn, operands)) is not None:
+            casts = _casts(operands, FLOAT32, frozenset())
+            return Step(eqn, "bind", group, casts, (Value(dtype, computed=True),), (), lists)
         else:
             dtype = _widest(eqn, operands)
         return _in_dtype(eqn, operands, dtype, group, lists)
@@ -249,7 +254,7 @@ class Planner:
         uses = uses or (None,) * len(functions)
         plan_call = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(eqn.primitive.name, self._inside)
         casts, inner, results = plan_call(eqn, operands, lists, functions, uses)
-        sums = eqn.primitive.name == "scan" and any(map(_is_low_input, operands[: jaxprs.scan_counts(eqn)[0]]))
+        sums = eqn.primitive.name == "scan" and any(map(_is_low, operands[: jaxprs.scan_counts(eqn)[0]]))
         if not sums and not any(p.changed for p in inner):
             step = written(eqn, lists, group or "written")
             origins = [v._replace(computed=result.computed) for v, result in zip(step.results, results, strict=True)]
@@ -278,7 +283,7 @@ class Planner:
     def _while(self, eqn: Any, operands: list[Value], lists: CastLists, functions: Any, uses: Any) -> Any:
         first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         cond_consts, consts = operands[:first], operands[first:second]
-        carry = [v._replace(const=None, made_of=DATA) for v in operands[second:]]
+        carry = _carried(operands[second:], functions[1][0], eqn.params["body_nconsts"])
         if _stops_by_floats(functions[0][0], functions[1][0], first, len(carry)):
             carry = [v._replace(dtype=FLOAT32) if v.dtype in FLOATS else v for v in carry]
 
@@ -297,7 +302,7 @@ class Planner:
             v._replace(votes=inner.aval.ndim > 0) for v, inner in zip(operands, functions[0][0].invars, strict=True)
         ]
         consts, scanned = given[:n_consts], given[n_consts + n_carry :]
-        carry = [v._replace(const=None, made_of=DATA) for v in given[n_consts : n_consts + n_carry]]
+        carry = _carried(given[n_consts : n_consts + n_carry], functions[0][0], n_consts)
 
         def body(carry: list[Value]) -> Plan:
             return self.plan(functions[0], (*consts, *carry, *scanned), lists.within(0), uses[0])
@@ -306,9 +311,18 @@ class Planner:
         plan = body(carry)
         results = [*carry, *(v._replace(votes=True, const=None) for v in plan.outputs[n_carry:])]
         results = [v._replace(computed=True) for v in results]
-        # A 16-bit input that every iteration reads enters in float32, and the body casts it back: so does its gradient.
-        read = [FLOAT32 if _is_low_input(v) else v.dtype for v in consts]
+        # What every iteration reads in 16 bits enters in float32, and the body casts it back: so does its gradient.
+        read = [FLOAT32 if _is_low(v) else v.dtype for v in consts]
         return [*read, *(v.dtype for v in (*carry, *scanned))], [plan], results
+
+
+def _carried(values: list[Value], body: Any, first: int) -> list[Value]:
+    """The first values of what a loop carries, inputs of `body` from `first` on: in float32 those that are sums."""
+    added = loop_sums.find(body, first, len(values))
+    return [
+        v._replace(const=None, made_of=DATA, summed=None, dtype=FLOAT32 if i in added and _is_low(v) else v.dtype)
+        for i, v in enumerate(values)
+    ]
 
 
 def _stops_by_floats(test: Any, body: Any, n_consts: int, n_carry: int) -> bool:
@@ -366,11 +380,11 @@ def _with_origin(step: Step, operands: list[Value]) -> Step:
 
 
 def _of_repeats(step: Step, operands: list[Value]) -> Step:
-    """An operation that uses elements of a 16-bit input several times: an embedding's rows, a bias, a scale."""
+    """An operation that uses elements of a 16-bit operand several times: an embedding's rows, a bias, a scale."""
     is_low = step.results and step.results[0].dtype in FLOATS and step.results[0].dtype != FLOAT32
     if step.how not in ("bind", "written") or not is_low:
         return step
-    repeated = [i for i, v in enumerate(operands) if is_repeated(step.eqn, i) and (_is_input(v) or _is_weight(v))]
+    repeated = [i for i, v in enumerate(operands) if is_repeated(step.eqn, i) and v.dtype in FLOATS and v.const is None]
     weights = tuple(i for i in repeated if _is_weight(operands[i]))
     return step._replace(how="repeat", weights=weights) if repeated else step
 
@@ -390,12 +404,8 @@ def _is_weight(v: Value) -> bool:
     return v.dtype in FLOATS and v.made_of == WEIGHTS and v.const is None
 
 
-def _is_input(v: Value) -> bool:
-    return v.dtype in FLOATS and not v.computed and v.const is None
-
-
-def _is_low_input(v: Value) -> bool:
-    return _is_input(v) and v.dtype != FLOAT32
+def _is_low(v: Value) -> bool:
+    return v.dtype in FLOATS and v.dtype != FLOAT32 and v.const is None
 
 
 def is_repeated(eqn: Any, i: int) -> bool:
@@ -445,11 +455,18 @@ def _is_scale_dtype(dtype: Any) -> bool:
 
 
 def _is_as_written(eqn: Any) -> bool:
-    """Whether a matmul names its algorithm, or asks for float32 of operands that the code itself put in 16 bits."""
-    precision = eqn.params.get("precision")
-    if precision is not None and not isinstance(precision, (tuple, jax.lax.Precision)):
-        return True
+    """Whether a matmul asks for float32 of operands that the code itself put in 16 bits."""
     return cast_lists.returns_float32(eqn, cast_lists.OFF)
+
+
+def _averaged(eqn: Any, operands: list[Value]) -> Any:
+    """The 16-bit dtype of the average of a sum over windows: a division by their sizes, a product with numbers."""
+    if eqn.primitive.name not in ("mul", "div"):
+        return None
+    numbers = [v.made_of == CONSTANTS or not v.votes for v in operands]
+    if eqn.primitive.name == "mul" and numbers[0]:
+        operands, numbers = operands[::-1], numbers[::-1]
+    return operands[0].summed if numbers[1] else None
 
 
 def _takes_from_input(eqn: Any, operands: list[Value]) -> bool:
@@ -510,6 +527,7 @@ def _in_dtype(eqn: Any, operands: list[Value], dtype: Any, group: str, lists: Ca
     else:
         result = dtype
     computed = eqn.primitive.name not in cast_lists.MOVES or any(v.computed for v in operands)
+    summed = _summed(eqn, operands, group) if dtype == FLOAT32 else None
     results: list[Value] = []
     for out in eqn.outvars:
         if out.aval.dtype not in FLOATS or dtype is None:
@@ -518,10 +536,22 @@ def _in_dtype(eqn: Any, operands: list[Value], dtype: Any, group: str, lists: Ca
             # A broadcast scalar does not vote. A full array of one number votes, except where values are only picked.
             const = operands[0].const
             votes, product = operands[0].votes or const is not None, operands[0].product
-            results.append(Value(result, votes, const, home, computed, product=product))
+            results.append(Value(result, votes, const, home, computed, product=product, summed=summed))
         else:
-            results.append(Value(result, out.aval.ndim > 0, None, home, computed))
+            results.append(Value(result, out.aval.ndim > 0, None, home, computed, summed=summed))
+    if result in FLOATS and result != FLOAT32 and cast_lists.rounds_once(eqn):
+        return Step(eqn, "once", group, (None,) * len(casts), tuple(results), (), lists)
     return Step(eqn, "once" if kept else "bind", group, casts, tuple(results), (), lists)
+
+
+def _summed(eqn: Any, operands: list[Value], group: str) -> Any:
+    """Of a float32 sum over windows, moved or not, and of what feeds one: the 16-bit dtype that it would have."""
+    name = eqn.primitive.name
+    is_sum, is_moved = name == "reduce_window_sum", name in cast_lists.BEFORE_CAST and len(operands) == 1
+    if not (is_sum or is_moved or group == "feeds float32"):
+        return None
+    dtype = _widest(eqn, [v._replace(dtype=v.summed or v.dtype) for v in operands])
+    return None if dtype == FLOAT32 else dtype
 
 
 def _product(eqn: Any, operands: list[Value], lists: CastLists) -> Step:

@@ -60,7 +60,12 @@ def lists_of(eqn: Any, lists: CastLists) -> CastLists:
     if not found:
         return lists
     here = from_text(found[-1])
-    return here._replace(keeps=lists.keeps, tells_of_float32=lists.tells_of_float32, narrow=lists.narrow)
+    return here._replace(
+        keeps=lists.keeps,
+        tells_of_float32=lists.tells_of_float32,
+        narrow=lists.narrow,
+        highest_asks=lists.highest_asks,
+    )
 
 
 def scope_of(eqn: Any) -> str:

@@ -255,7 +255,8 @@ def _rewritten(fn: Callable[..., Any], lists: CastLists, stored: ByIdentity | No
             with regions.region(lists):
                 return fn(*args, **kwargs)
         traced = Traced(fn, lists, args, kwargs, stored)
-        plan = narrow_matmuls.plan(traced.planner, (traced.jaxpr, traced.consts), traced.inputs, lists)
+        function = traced.jaxpr, traced.consts
+        plan = narrow_matmuls.plan(traced.planner, function, traced.inputs, cast_lists.at_call(lists))
         with regions.rewritten():
             runner = plan_runner.PlanRunner(traced.planner, calls.CALLS)
             return traced.unflatten(runner.run(plan, traced.consts, traced.values))

@@ -6,20 +6,18 @@ about its neighbours correct its dtype:
 - **Does it feed float32 operations only?** Then it runs in float32 as well: `x - max(x)` before an `exp`, the squares
   before the sum of a norm. In float16 a square of 300 is inf. XLA fuses both, so this moves no additional bytes. In a
   cross-entropy, the label's logit comes from the same float32 values as the sum of exponentials.
-- **Is a sum the bias of a matmul?** `x @ w + b` is one operation in PyTorch, in 16 bits. It is one here where `x @ w`
-  is a matmul or convolution and `b` varies along its output features only.
+- **Is it a sum with a bias?** `x @ w + b` is one operation in 16 bits, as in PyTorch (`biases`).
 - **Does a power end in a bounded function?** GELU's cube ends in a tanh. bfloat16 has the range for it, and the
   residuals of the backward pass are half as large.
 - **Does it feed matmuls only?** Then a weight is cast before it is transposed or enters a loop: once, not in every
   iteration.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from jaxmp._src.autocast import cast_lists, regions
+from jaxmp._src.autocast import biases, cast_lists, regions
 from jaxmp._src.autocast.cast_lists import CastLists
 from jaxmp._src.programs import jaxprs
 
@@ -36,6 +34,7 @@ class Uses(NamedTuple):
       tamed: equations whose results all end in bounded functions.
       inner: for each equation with functions inside, the answers for these.
       wide_outputs: what the caller said of the outputs.
+      given: what the caller said of the inputs.
     """
 
     low_inputs: tuple[bool, ...]
@@ -46,27 +45,20 @@ class Uses(NamedTuple):
     tamed: frozenset[int]
     inner: dict[int, tuple["Uses", ...]]
     wide_outputs: tuple[bool, ...]
+    given: tuple[biases.Value, ...]
 
 
-class Features(NamedTuple):
-    """Axes of a matmul's result that come from one operand alone; the weights may be on either side."""
-
-    left: frozenset[int]
-    right: frozenset[int]
-
-    def hold(self, axes: frozenset[int] | None) -> bool:
-        return axes is not None and (axes <= self.left or axes <= self.right)
-
-    def at(self, place: dict[int, int]) -> "Features":
-        return Features(*(frozenset(place[a] for a in side if a in place) for side in self))
-
-
-def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> Uses:
+def find_uses(
+    jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...], given: tuple[biases.Value, ...] | None = None
+) -> Uses:
     """Answers these questions for every equation of a jaxpr.
 
-    `lists` hold outside of regions; `wide_outputs` says for each output whether the caller uses it in float32 only.
+    `lists` hold outside of regions; `wide_outputs` says for each output whether the caller uses it in float32 only, and
+    `given` of each input what it is made of; None: they are the inputs of a whole function.
     """
-    biased, _ = _find_biased(jaxpr, lists)
+    given = tuple(biases.Value(1 << i, is_input=True) for i in range(len(jaxpr.invars))) if given is None else given
+    with_biases = biases.find(jaxpr, lists, given)
+    biased = with_biases.equations
     low: dict[Any, bool] = {}
     wide: dict[Any, bool] = {}
     tame: dict[Any, bool] = {}
@@ -92,7 +84,8 @@ def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> U
             tamed.add(i)
         functions = () if cast_lists.is_linear_algebra(eqn) else jaxprs.functions_of(eqn)
         if functions and cast_lists.group_of(eqn, here) is None:
-            inner[i] = _uses_of_functions(eqn, functions, here, tuple(wide.get(v, False) for v in eqn.outvars))
+            as_wide = tuple(wide.get(v, False) for v in eqn.outvars)
+            inner[i] = _uses_of_functions(eqn, functions, here, as_wide, with_biases.given(eqn.invars))
             for atom, as_low, as_wide in _uses_of_operands(eqn, inner[i]):
                 use(atom, as_low, as_wide)
             continue
@@ -102,7 +95,7 @@ def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> U
         if cast_lists.is_no_cast(eqn) or cast_lists.is_widening(eqn):
             use(eqn.invars[0], is_low, is_wide)
             continue
-        can_be_wide = name in cast_lists.FUSIBLE | cast_lists.PARTS or cast_lists.sums_nothing(eqn)
+        can_be_wide = name in cast_lists.FUSIBLE | cast_lists.PARTS or cast_lists.is_short(eqn)
         fused = group == "widest" and is_wide and can_be_wide
         is_product = group == "allow" and i not in biased
         if fused or (is_wide and is_product):
@@ -111,9 +104,10 @@ def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> U
         as_low = as_low or (
             here.dtype is not None and (cast_lists.is_mark(eqn) or cast_lists.is_cast_to(eqn, here.dtype))
         )
+        reads_float32 = group == "force_fp32" or here.dtype is None or cast_lists.names_precision(eqn, here)
         as_tame = name in cast_lists.BOUNDED or (is_tame and name in ("add", "mul", "sub", "neg"))
         for atom in eqn.invars:
-            use(atom, as_low, fused or group == "force_fp32" or here.dtype is None, as_tame)
+            use(atom, as_low, fused or reads_float32, as_tame)
     return Uses(
         tuple(low.get(v, False) for v in jaxpr.invars),
         tuple(wide.get(v, False) for v in jaxpr.invars),
@@ -123,12 +117,36 @@ def find_uses(jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...]) -> U
         frozenset(tamed),
         inner,
         wide_outputs,
+        given,
     )
 
 
-def _uses_of_functions(eqn: Any, functions: Any, lists: CastLists, wide: tuple[bool, ...]) -> tuple[Uses, ...]:
+def _uses_of_functions(
+    eqn: Any, functions: Any, lists: CastLists, wide: tuple[bool, ...], given: tuple[biases.Value, ...]
+) -> tuple[Uses, ...]:
     through = eqn.primitive.name in jaxprs.CALLS
-    return tuple(find_uses(jaxpr, lists, wide if through else (False,) * len(jaxpr.outvars)) for jaxpr, _ in functions)
+    return tuple(
+        find_uses(jaxpr, lists, wide if through else (False,) * len(jaxpr.outvars), inputs)
+        for (jaxpr, _), inputs in zip(functions, _inputs_of_functions(eqn, given), strict=True)
+    )
+
+
+def _inputs_of_functions(eqn: Any, given: tuple[biases.Value, ...]) -> list[tuple[biases.Value, ...]]:
+    """The inputs of each function in an equation; what a loop carries is computed."""
+
+    def carried(first: int, last: int) -> tuple[biases.Value, ...]:
+        return tuple(v._replace(is_input=False) for v in given[first:last])
+
+    name = eqn.primitive.name
+    if name == "cond":
+        return [given[1:]] * len(eqn.params["branches"])
+    if name == "while":
+        first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        return [given[:first] + carried(second, len(given)), given[first:second] + carried(second, len(given))]
+    if name == "scan":
+        first, count = jaxprs.scan_counts(eqn)
+        return [given[:first] + carried(first, first + count) + given[first + count :]]
+    return [given]
 
 
 def _uses_of_operands(eqn: Any, inner: tuple[Uses, ...]) -> list[tuple[Any, bool, bool]]:
@@ -136,81 +154,3 @@ def _uses_of_operands(eqn: Any, inner: tuple[Uses, ...]) -> list[tuple[Any, bool
     if eqn.primitive.name in jaxprs.CALLS:
         return list(zip(eqn.invars, inner[0].low_inputs, inner[0].wide_inputs, strict=True))
     return [(v, False, False) for v in eqn.invars]
-
-
-def _find_biased(jaxpr: Any, lists: CastLists) -> tuple[frozenset[int], dict[Any, Features]]:
-    """The sums of a matmul's result and a value that varies along its features only; and the features of results."""
-    features: dict[Any, Features] = {}
-    varies: dict[Any, frozenset[int]] = {}  # for broadcast values, the axes along which they are not constant
-    biased = set()
-    for i, eqn in enumerate(jaxpr.eqns):
-        name, out = eqn.primitive.name, eqn.outvars[0] if eqn.outvars else None
-        variables: list[Any] = [v for v in eqn.invars if not isinstance(v, core.Literal)]
-        if name in jaxprs.MATMULS:
-            here = regions.lists_of(eqn, lists)
-            # A float32 result that was asked for is no 16-bit one with its bias.
-            if cast_lists.group_of(eqn, here) == "allow" and not cast_lists.returns_float32(eqn, here):
-                features[out] = _features_of(eqn)
-        elif name in _MOVED and variables:
-            place = _MOVED[name](eqn, variables[0].aval.shape)
-            before, after = variables[0].aval, eqn.outvars[0].aval
-            grows = after.ndim > before.ndim or after.size > before.size
-            if variables[0] in features and not grows:
-                features[out] = features[variables[0]].at(place)
-            if variables[0] in varies or grows:
-                shape = variables[0].aval.shape
-                axes = varies.get(variables[0], frozenset(a for a, n in enumerate(shape) if n > 1))
-                if axes <= place.keys():
-                    varies[out] = frozenset(place[a] for a in axes)
-        elif name == "add" and len(variables) == 2:
-            for matmul, bias in (variables, variables[::-1]):
-                if matmul in features and bias not in features and features[matmul].hold(_axes(matmul, bias, varies)):
-                    biased.add(i)
-                    features[out] = features[matmul]
-        elif name in jaxprs.JITS and (functions := jaxprs.functions_of(eqn)):
-            inner, outer = functions[0][0], eqn.outvars
-            found = _find_biased(inner, regions.lists_of(eqn, lists))[1]
-            features |= {o: found[v] for o, v in zip(outer, inner.outvars, strict=True) if _is_in(v, found)}
-    return frozenset(biased), features
-
-
-def _is_in(atom: Any, found: dict[Any, Features]) -> bool:
-    return not isinstance(atom, core.Literal) and atom in found  # a literal has no hash
-
-
-def _axes(matmul: Any, bias: Any, varies: dict[Any, frozenset[int]]) -> frozenset[int] | None:
-    """The axes along which an addend is not constant, if it was broadcast or is smaller; else None."""
-    shape = bias.aval.shape
-    if shape != matmul.aval.shape:  # a sum broadcasts axes of size one by itself
-        return frozenset(a for a, n in enumerate(shape) if n > 1) if len(shape) == matmul.aval.ndim else None
-    return varies.get(bias)
-
-
-def _features_of(eqn: Any) -> Features:
-    if eqn.primitive.name == "conv_general_dilated":
-        return Features(frozenset(), frozenset({eqn.params["dimension_numbers"].out_spec[1]}))
-    (left_contract, right_contract), (left_batch, _) = eqn.params["dimension_numbers"]
-    batch = len(left_batch)
-    left = eqn.invars[0].aval.ndim - len(left_contract) - batch
-    right = eqn.invars[1].aval.ndim - len(right_contract) - batch
-    return Features(frozenset(range(batch, batch + left)), frozenset(range(batch + left, batch + left + right)))
-
-
-def _place_in_reshape(eqn: Any, shape: tuple[int, ...]) -> dict[int, int]:
-    """The new place of each axis after a reshape; axes that were split or joined have none."""
-    new = eqn.outvars[0].aval.shape
-    old_kept, new_kept = [a for a, n in enumerate(shape) if n > 1], [a for a, n in enumerate(new) if n > 1]
-    if [shape[a] for a in old_kept] == [new[a] for a in new_kept]:
-        return dict(zip(old_kept, new_kept, strict=True))
-    if shape and new and shape[-1] == new[-1]:  # rows were joined or split; the last axis stayed
-        return {len(shape) - 1: len(new) - 1}
-    return {}
-
-
-_MOVED: dict[str, Callable[[Any, tuple[int, ...]], dict[int, int]]] = {
-    "transpose": lambda eqn, shape: {a: i for i, a in enumerate(eqn.params["permutation"])},
-    "broadcast_in_dim": lambda eqn, shape: dict(enumerate(eqn.params["broadcast_dimensions"])),
-    "reshape": _place_in_reshape,
-    "squeeze": _place_in_reshape,
-    "convert_element_type": lambda eqn, shape: {a: a for a in range(len(shape))},
-}

@@ -165,9 +165,8 @@ class TrainState(_Replaced, train_state.TrainState):
 
         Args:
           grads: scaled gradients, reduced over devices.
-          **kwargs: fields of this state (`batch_stats=new_stats`), which are replaced unless the step is skipped, and
-            averaged by `jaxmp.ema_params(batch_stats=)` if the optimizer has it; other arguments go to `tx.update`
-            (`value=loss` for `optax.contrib.reduce_on_plateau`).
+          **kwargs: fields of this state (`batch_stats=new_stats`), which are replaced unless the step is skipped; other
+            arguments go to `tx.update` (`value=loss` for `optax.contrib.reduce_on_plateau`).
 
         Returns:
           The next state.
@@ -178,9 +177,6 @@ class TrainState(_Replaced, train_state.TrainState):
         known = {field.name for field in dataclasses.fields(self)}
         fields = {name: value for name, value in kwargs.items() if name in known}
         extra = {name: value for name, value in kwargs.items() if name not in known}
-        averages = states.find(self.opt_state, states.EmaParamsState)
-        if "batch_stats" in fields and any(found.ema_batch_stats is not None for found in averages):
-            extra["batch_stats"] = fields["batch_stats"]
         extra_arguments.check(self.tx, extra, fields=known)
         if self.policy is not None:
             scale_reads.check_policy_was_taken(self.opt_state, grads, self.policy)

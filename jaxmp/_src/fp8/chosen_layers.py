@@ -15,6 +15,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.fp8.scheme import Recipe
+from jaxmp._src.programs import jaxprs
 
 Filter = Callable[[str, Any], bool] | Sequence[str] | None
 Layer = TypeVar("Layer", bound=Hashable)
@@ -97,6 +98,8 @@ class Rule:
         """
         if self.kept is not None and self.kept(path, params):
             return "keep_fp32"
+        if jaxprs.is_highest(getattr(layer, "precision", None)):
+            return "precision=HIGHEST"
         if self.filter is None:
             end = ends.get(path if at is None else at)
             return end and f"the {end} operation with weights"

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._src.autocast import regions
+from jaxmp._src.autocast import cast_lists, regions
 from jaxmp._src.base import compat
 from jaxmp._src.base.warn import warn
 from jaxmp._src.programs import jaxprs
@@ -37,11 +37,13 @@ class Found(NamedTuple):
       matmuls: the widest dtype of the operands of each matmul and convolution, which is the one it runs in.
       hidden: dtypes of the operands of rules and kernels that may contain matmuls.
       fp8: whether there is an array in fp8.
+      only_short: whether each matmul sums so few elements that autocast keeps it in float32.
     """
 
     matmuls: set[np.dtype]
     hidden: set[np.dtype]
     fp8: bool
+    only_short: bool
 
 
 def looks_once() -> Callable[[Derivative], None]:
@@ -75,7 +77,8 @@ def check(derivative: Derivative) -> bool:
         if exact.matmuls and not exact.fp8:
             warn("nothing-in-fp8", _NO_FP8)
             return True
-    if wants_low and not derivative.fp8_matmuls and not any(d.itemsize < 4 for d in found.matmuls):
+    may_be_low = wants_low and not derivative.fp8_matmuls and not (policy is not None and found.only_short)
+    if may_be_low and not any(d.itemsize < 4 for d in found.matmuls):
         exact = exact or _look_into_backward(derivative)
         if exact.matmuls and not any(d.itemsize < 4 for d in exact.matmuls | exact.hidden):
             warn("nothing-in-16-bits", _no_low(sorted(d.name for d in param_dtypes), policy))
@@ -115,8 +118,8 @@ def _no_low(param_dtypes: list[str], policy: Policy | None) -> str:
     if policy is not None:
         return (
             f"the policy says {policy.compute_dtype.name}, but {nothing}. Layers that keep_fp32 names stay float32. "
-            f"So do operations in `with jaxmp.autocast(enabled=False)`, in jaxmp.no_autocast, and with an algorithm as "
-            f"their precision=. Take these away, or use a policy that computes in float32."
+            f"So do operations in `with jaxmp.autocast(enabled=False)` and in jaxmp.no_autocast, and products with "
+            f"precision=HIGHEST or an algorithm. Take these away, or use a policy that computes in float32."
         )
     if not param_dtypes:
         return (
@@ -140,16 +143,17 @@ _SAY_WHICH = (
 
 def look_into(jaxpr: Any) -> Found:
     """What computes in a jaxpr, and in all that it calls."""
-    found, read = Found(set(), set(), False), set()
+    found, read, short = Found(set(), set(), False, False), set(), []
     for eqn in jaxprs.equations(jaxpr):
         dtypes = jaxprs.dtypes_of(eqn.invars)
         read.update(dtypes)
         floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
         if eqn.primitive.name in _MATMULS and floats and _is_of_matrices(eqn):
             found.matmuls.add(max(floats, key=lambda d: d.itemsize))
+            short.append(cast_lists.is_short(eqn))
         elif eqn.primitive.name in _HIDDEN:
             found.hidden.update(floats)
-    return found._replace(fp8=jaxprs.any_fp8(read))
+    return found._replace(fp8=jaxprs.any_fp8(read), only_short=bool(short) and all(short))
 
 
 def _is_of_matrices(eqn: Any) -> bool:

@@ -50,7 +50,7 @@ def auto_fp16(
       >>> @auto_fp16(apply_to=("x",))
       ... def dense(x, w):
       ...     return x @ w, x, w
-      >>> [array.dtype.name for array in dense(jnp.ones((2, 2)), jnp.ones((2, 2)))]
+      >>> [array.dtype.name for array in dense(jnp.ones((8, 8)), jnp.ones((8, 8)))]
       ['float16', 'float16', 'float32']
 
     References:
@@ -86,7 +86,7 @@ def force_fp32(apply_to: Iterable[str] | None = None, *, out_fp16: bool = False)
       >>> @force_fp32(apply_to=("logits",))
       ... def loss(logits):
       ...     return jnp.mean(logits @ logits)
-      >>> rewrite.autocast(loss)(jnp.ones((2, 2), jnp.float16)).dtype.name
+      >>> rewrite.autocast(loss)(jnp.ones((8, 8), jnp.float16)).dtype.name
       'float32'
 
     References:

@@ -139,6 +139,12 @@ def source_of(eqn: Any) -> tuple[str, str]:
     return name, place.rpartition(":")[0]
 
 
+def is_highest(precision: Any) -> bool:
+    """Whether a `precision=` of a product or a layer asks for the highest one, `"float32"` too, of an operand."""
+    given = precision if isinstance(precision, tuple) else (precision,)
+    return any(p in (lax.Precision.HIGHEST, "highest", "float32") for p in given)
+
+
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """How many inputs of a `scan` every iteration reads whole, and how many values it carries.
 

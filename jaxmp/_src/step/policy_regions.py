@@ -184,7 +184,7 @@ def autocast(
       >>> import jax
       >>> def loss_fn(w, x):
       ...     return jnp.mean(jax.nn.softmax(x @ w) ** 2)
-      >>> w, x = jnp.ones((3, 3)), jnp.ones((2, 3))
+      >>> w, x = jnp.ones((8, 8)), jnp.ones((2, 8))
       >>> loss, grad = jax.value_and_grad(autocast(loss_fn))(w, x)
       >>> loss.dtype.name, grad.dtype.name, autocast(jnp.dot)(x, w).dtype.name
       ('float32', 'float32', 'float16')
@@ -246,7 +246,7 @@ def explain_autocast(
 
     Example:
       >>> import jax
-      >>> explanation = explain_autocast(lambda x, w: jax.nn.softmax(x @ w), jnp.ones((2, 3)), jnp.ones((3, 4)))
+      >>> explanation = explain_autocast(lambda x, w: jax.nn.softmax(x @ w), jnp.ones((2, 8)), jnp.ones((8, 4)))
       >>> [(row.name, row.runs_in, row.group) for row in explanation.rows][0]
       ('dot_general', 'float16', 'allow')
       >>> explanation.summary()

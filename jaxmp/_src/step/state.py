@@ -224,13 +224,11 @@ class EmaParamsState(NamedTuple):
       ema_count: int32[], steps taken so far.
       ema_weight: float32[], the sum of the weights in the average: 1 - d^count with `debias`, else 1.
       ema_params: the tree of the params in float32.
-      ema_batch_stats: the statistics that are averaged too, float32 in nested dicts; None without them.
     """
 
     ema_count: Int[Array, ""]
     ema_weight: Float[Array, ""]
     ema_params: PyTree
-    ema_batch_stats: Any = None
 
 
 class SharedLossScaleState(NamedTuple):

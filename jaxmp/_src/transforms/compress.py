@@ -89,7 +89,7 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
         count = jnp.zeros((), jnp.int32)
 
         def first(x: Any, signed: bool, number: int) -> Any:
-            # Moments start at zero. In a jitted init XLA would fold their codes while it compiles: minutes for 50257x768.
+            # They start at zero. In a jitted init XLA would fold their codes while it compiles: minutes for 50257x768.
             x = jax.lax.optimization_barrier(x)
             return store(x, moments.like(jnp.shape(x), state_dtype, signed=signed), signed, number, count)
 

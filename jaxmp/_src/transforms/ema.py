@@ -11,8 +11,8 @@ With `debias` the average starts at zero and is divided by the sum of its weight
 moments: after one step it is w_1, not w_1 / 10,000. Without `debias` the average starts at the initial weights, and a
 large d keeps a part of them for many steps.
 
-A net with BatchNorm must be evaluated with statistics that fit its weights. With `batch_stats=`, the statistics of each
-step are averaged too, with the same d.
+A net with BatchNorm must be evaluated with statistics that fit its weights: those of the average are computed by a pass
+over data, as torch.optim.swa_utils.update_bn does (docs/how-to/step/batch_norm.md).
 """
 
 from collections.abc import Callable
@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import traverse_util
 from jaxtyping import Array, Int, PyTree
 
 from jaxmp._src.base import tree_paths
@@ -33,7 +32,7 @@ from jaxmp._src.step.state import EmaParamsState
 
 
 def ema_params(
-    decay: float | Callable[[Int[Array, ""]], Any], *, debias: bool = True, batch_stats: PyTree | None = None
+    decay: float | Callable[[Int[Array, ""]], Any], *, debias: bool = True
 ) -> optax.GradientTransformationExtraArgs:
     """A transform that averages the weights after each step, and does not change the updates.
 
@@ -47,17 +46,12 @@ def ema_params(
         as `lambda n: jnp.minimum(0.999, (1 + n) / (10 + n))`.
       debias: whether the average starts at zero and is divided by the sum of its weights when it is read. False: it
         starts at the initial params.
-      batch_stats: the initial statistics of BatchNorm, linen's or `nnx.state(model, nnx.BatchStat)`, to average them
-        too (with `debias` shapes are enough). Then `update` needs the new ones of each step as an extra argument:
-        `jaxmp.apply_gradients(..., batch_stats=new)`, `optimizer.update(model, grads, batch_stats=new)`.
-        `jaxmp.linen.TrainState` passes its field `batch_stats`. Read the average by `get_ema_batch_stats`.
 
     Returns:
       A transform with `EmaParamsState`: four bytes per parameter.
 
     Raises:
-      ValueError: `decay` outside its range; `update` without params; `update` without the statistics that are averaged,
-        with others (by path), or with some where none are averaged.
+      ValueError: `decay` outside its range; `update` without params.
 
     Example:
       >>> tx = optax.chain(optax.sgd(1.0), ema_params(0.5))
@@ -79,24 +73,14 @@ def ema_params(
         full = casting.cast_floats(params, jnp.float32)
         start = jax.tree.map(lambda x: jnp.zeros_like(x) if debias and casting.is_float(x) else jnp.copy(x), full)
         weight = jnp.zeros((), jnp.float32) if debias else jnp.ones((), jnp.float32)
-        stats = None if batch_stats is None else jax.tree.map(first, _by_path(batch_stats))
-        return EmaParamsState(jnp.zeros((), jnp.int32), weight, start, stats)
-
-    def first(x: Any) -> Array:
-        return jnp.zeros(jnp.shape(x), jnp.float32) if debias else jnp.array(x, jnp.float32)
+        return EmaParamsState(jnp.zeros((), jnp.int32), weight, start)
 
     def update_fn(
-        updates: PyTree,
-        state: Any,
-        params: PyTree | None = None,
-        *,
-        batch_stats: PyTree | None = None,
-        **extra_args: Any,
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, EmaParamsState]:
         del extra_args
         if params is None:
             raise ValueError("ema_params needs the params; got none. Call tx.update(grads, opt_state, params)")
-        new_stats = _checked(batch_stats, state.ema_batch_stats)
         keep = jnp.asarray(decay(state.ema_count) if callable(decay) else decay, jnp.float32)
 
         def average(old: Array, param: Array, update: Array) -> Array:
@@ -107,10 +91,9 @@ def ema_params(
 
         with jax.named_scope("jaxmp.ema_params"):
             averages = jax.tree.map(average, state.ema_params, params, updates)
-            stats = jax.tree.map(lambda e, x: e + (1 - keep) * (x - e), state.ema_batch_stats, new_stats)
             weight = state.ema_weight + (1 - keep) * (1 - state.ema_weight)
         count: Any = optax.safe_increment(state.ema_count)
-        return updates, EmaParamsState(count, weight, averages, stats)
+        return updates, EmaParamsState(count, weight, averages)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -158,38 +141,6 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
     return treedef.unflatten([read(p, e) for p, e in zip(units, averages, strict=True)])
 
 
-def get_ema_batch_stats(opt_state: Any, batch_stats: PyTree) -> PyTree:
-    """The average of the statistics that `ema_params(batch_stats=)` averages, in float32.
-
-    Args:
-      opt_state: state of a chain with one `ema_params(batch_stats=)`.
-      batch_stats: the statistics of the same step. Before the first step, the result is these.
-
-    Returns:
-      The tree of `batch_stats`.
-
-    Raises:
-      ValueError: `opt_state` has no average, several, or one without statistics; `batch_stats` of another tree.
-
-    Example:
-      >>> stats = {"mean": jnp.array([4.0])}
-      >>> tx = optax.chain(optax.sgd(1.0), ema_params(0.5, batch_stats=stats))
-      >>> params = jnp.array([1.0])
-      >>> _, opt_state = tx.update(params, tx.init(params), params, batch_stats={"mean": jnp.array([8.0])})
-      >>> get_ema_batch_stats(opt_state, stats)
-      {'mean': Array([8.], dtype=float32)}
-    """
-    found = _state_of(opt_state)
-    averages = tree_paths.leaves_by_path(found.ema_batch_stats)
-    _checked(batch_stats, found.ema_batch_stats)
-
-    def read(path: str, now: Any) -> Array:
-        now = jnp.asarray(now, jnp.float32)
-        return jnp.where(found.ema_weight > 0, averages[path] / found.ema_weight, now)
-
-    return tree_paths.map_with_path(read, batch_stats)
-
-
 def _state_of(opt_state: Any) -> EmaParamsState:
     found = states.find(opt_state, EmaParamsState)
     if len(found) != 1:
@@ -198,37 +149,3 @@ def _state_of(opt_state: Any) -> EmaParamsState:
             f"inside mixed_precision, after the optimizer: optax.chain(optax.adamw(1e-3), jaxmp.ema_params(0.999))."
         )
     return found[0]
-
-
-def _by_path(batch_stats: PyTree) -> dict[str, Any]:
-    """The statistics as nested dicts, whatever holds them: a FrozenDict, a State of nnx."""
-    return traverse_util.unflatten_dict(tree_paths.leaves_by_path(batch_stats), sep="/")
-
-
-def _checked(batch_stats: PyTree | None, averages: PyTree | None) -> PyTree | None:
-    """The new statistics in float32, like their averages; a ValueError if they are not."""
-    if (batch_stats is None) != (averages is None):
-        got = "none" if batch_stats is None else "some, where ema_params was made without"
-        raise ValueError(
-            f"ema_params(batch_stats=) averages the statistics that each update gets; got {got}. Make the transform "
-            f"with ema_params(decay, batch_stats=variables['batch_stats']), and pass those of the step: "
-            f"jaxmp.apply_gradients(tx, grads, opt_state, params, batch_stats=new_stats)."
-        )
-    if averages is None:
-        return None
-    new = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), _by_path(batch_stats))
-    where = "Pass the collection that ema_params was made with."
-    tree_paths.check_same_structure(new, averages, "batch_stats", "the averages of ema_params", where)
-    if found := tree_paths.first_of_other_shape(new, averages):
-        path, shape, expected = found
-        fix = "Make ema_params with the statistics of this model."
-        if shape[1:] == expected and len(shape) > len(expected):
-            fix = (
-                "If these are the statistics of all microbatches, stacked, pass them through the microbatches: "
-                "jaxmp.value_and_grad(loss_fn, has_aux=True, accumulate=k, carry_argnum=i), where argument i of the "
-                "loss holds them. Else make ema_params with the statistics of this model."
-            )
-        raise ValueError(
-            f"batch_stats must have the shapes of their averages; got {shape} at {path}, expected {expected}. {fix}"
-        )
-    return new

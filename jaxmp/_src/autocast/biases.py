@@ -1,0 +1,169 @@
+"""Which additions add the bias of a matmul or a convolution: `x @ w + b` is one operation in PyTorch, in 16 bits.
+
+A bias is an input of the function, or a constant, that has the axes of the output features alone:
+
+    x @ w + b           [N, F] + [F]            a bias: the last axes of the result, which come from one operand
+    conv(x) + b         [N, F, H, W] + [F]      a bias: the axis of the convolution's features, wherever it is
+    x[:, -1:] + x @ w   [N, 1] + [N, F]         no bias: another axis, and made of what the product is made of
+    y + x @ w           [N, F] + [N, F]         no bias: a residual
+    mean(h, 0) + h @ w  [F] + [N, F]            no bias: computed
+
+All others are sums of what arrives, in float32 if one of it is.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+from jaxmp._src.autocast import cast_lists, regions
+from jaxmp._src.autocast.cast_lists import CastLists
+from jaxmp._src.programs import jaxprs
+
+
+class Value(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+      inputs: the inputs of the function that it depends on, as the bits of an int; not those of biases.
+      is_input: whether it is an input or a constant, or parts of some, moved and cast; not computed.
+      varies: of what was repeated, or got axes of size one: the axes along which it is not constant; None of others.
+      features: of the product of a matmul or a convolution, moved or not and with a bias or not: the axes of each
+        operand that are its own; () of others.
+      is_conv: whether these are those of a convolution, of which only the kernel has features.
+    """
+
+    inputs: int
+    is_input: bool = False
+    varies: frozenset[int] | None = None
+    features: tuple[frozenset[int], ...] = ()
+    is_conv: bool = False
+
+
+class Biases(NamedTuple):
+    """The additions of a jaxpr that add a bias, by number; and its values."""
+
+    equations: frozenset[int]
+    values: dict[Any, Value]
+
+    def given(self, atoms: list[Any]) -> tuple[Value, ...]:
+        """These variables and literals as inputs of a function inside; alike for calls that are alike."""
+        values = [self.of(atom) for atom in atoms]
+        inputs = [(1 << k, v.inputs) for k, v in enumerate(values) if v.is_input]
+        return tuple(
+            Value(1 << i | sum(bit for bit, others in inputs if others & v.inputs and bit != 1 << i), v.is_input)
+            for i, v in enumerate(values)
+        )
+
+    def of(self, atom: Any) -> Value:
+        """What is known of a variable or a literal."""
+        return _CONSTANT if isinstance(atom, core.Literal) else self.values[atom]
+
+
+_CONSTANT = Value(0, is_input=True)
+
+
+def find(jaxpr: Any, lists: CastLists, given: tuple[Value, ...]) -> Biases:
+    """Finds the biases of a jaxpr with these inputs, for lists that hold outside of regions."""
+    values = dict.fromkeys(jaxpr.constvars, _CONSTANT) | dict(zip(jaxpr.invars, given, strict=True))
+    found = Biases(frozenset(), values)
+    biased = set()
+    for i, eqn in enumerate(jaxpr.eqns):
+        operands = [found.of(v) for v in eqn.invars]
+        name = eqn.primitive.name
+        inputs = 0
+        for v in operands:
+            inputs |= v.inputs
+        results = [Value(inputs)] * len(eqn.outvars)
+        here = regions.lists_of(eqn, lists)
+        if name in jaxprs.CALLS and (functions := jaxprs.functions_of(eqn)):
+            inner = find(functions[0][0], here, tuple(Value(v.inputs, v.is_input) for v in operands))
+            results = [inner.of(v) for v in functions[0][0].outvars]
+            if name not in jaxprs.JITS:  # what has its own derivative may have its own dtypes, too
+                results = [v._replace(features=()) for v in results]
+        elif name in jaxprs.MATMULS:
+            # The bias of a product that runs in float32 is added in float32.
+            if cast_lists.group_of(eqn, here) == "allow" and not cast_lists.returns_float32(eqn, here):
+                results = [Value(inputs, features=_features_of(eqn), is_conv=name == "conv_general_dilated")]
+        elif name in _PARTS or name in _MOVED:
+            moved = _moved(eqn, operands[0]) if name in _MOVED else Value(0)
+            is_input = all(v.is_input for v in operands)
+            results = [moved._replace(inputs=inputs, is_input=is_input)] * len(eqn.outvars)
+        elif name == "add":
+            for k in (0, 1):
+                if _is_bias(eqn, k, operands):
+                    biased.add(i)
+                    product = operands[1 - k]
+                    results = [Value(product.inputs, features=product.features, is_conv=product.is_conv)]
+        values |= dict(zip(eqn.outvars, results, strict=True))
+    return Biases(frozenset(biased), values)
+
+
+def _is_bias(eqn: Any, k: int, operands: list[Value]) -> bool:
+    """Whether operand `k` of an addition is the bias of the other."""
+    bias, product = operands[k], operands[1 - k]
+    if not product.features or not bias.is_input or bias.inputs & product.inputs:
+        return False
+    shape, whole = eqn.invars[k].aval.shape, eqn.outvars[0].aval.shape
+    varies = bias.varies
+    if shape != whole and len(shape) == len(whole):  # an addition repeats along axes of size one by itself
+        varies = frozenset(a for a, n in enumerate(shape) if n > 1)
+    if varies is None:
+        return False
+    for axes in product.features:
+        is_last = product.is_conv or (bool(axes) and axes >= set(range(min(axes), len(whole))))
+        # Where there is one feature, a bias is one number; elsewhere, one number is none.
+        if is_last and varies <= axes and (varies or all(whole[a] == 1 for a in axes)):
+            return True
+    return False
+
+
+def _features_of(eqn: Any) -> tuple[frozenset[int], ...]:
+    if eqn.primitive.name == "conv_general_dilated":
+        return (frozenset({eqn.params["dimension_numbers"].out_spec[1]}),)
+    (left_contract, right_contract), (left_batch, _) = eqn.params["dimension_numbers"]
+    batch = len(left_batch)
+    left = eqn.invars[0].aval.ndim - len(
+        left_contract
+    )  # the result has the axes of the batch, of the left, of the right
+    right = left + eqn.invars[1].aval.ndim - len(right_contract) - batch
+    return frozenset(range(batch, left)), frozenset(range(left, right))
+
+
+def _moved(eqn: Any, value: Value) -> Value:
+    """A value after a movement of its axes."""
+    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+    place = _MOVED[eqn.primitive.name](eqn, before.shape)
+    features, varies = value.features if after.size == before.size else (), value.varies
+    if not before.ndim and not value.inputs:  # an array of one number, as `jnp.zeros` makes it
+        return value
+    if varies is not None or after.ndim > before.ndim or after.size > before.size:
+        axes = frozenset(a for a, n in enumerate(before.shape) if n > 1) if varies is None else varies
+        varies = frozenset(place[a] for a in axes) if axes <= place.keys() else None
+    return value._replace(
+        varies=varies, features=tuple(frozenset(place[a] for a in axes if a in place) for axes in features)
+    )
+
+
+def _place_in_reshape(eqn: Any, shape: tuple[int, ...]) -> dict[int, int]:
+    """The new place of each axis after a reshape; axes that were split or joined have none."""
+    new = eqn.outvars[0].aval.shape
+    old_kept, new_kept = [a for a, n in enumerate(shape) if n > 1], [a for a, n in enumerate(new) if n > 1]
+    if [shape[a] for a in old_kept] == [new[a] for a in new_kept]:
+        return dict(zip(old_kept, new_kept, strict=True))
+    if shape and new and shape[-1] == new[-1]:  # rows were joined or split; the last axis stayed
+        return {len(shape) - 1: len(new) - 1}
+    return {}
+
+
+# Parts of inputs are inputs.
+_PARTS = frozenset({"slice", "dynamic_slice", "gather", "split", "unstack", "concatenate", "stack", "rev"})
+_MOVED: dict[str, Callable[[Any, tuple[int, ...]], dict[int, int]]] = {
+    "transpose": lambda eqn, shape: {a: i for i, a in enumerate(eqn.params["permutation"])},
+    "broadcast_in_dim": lambda eqn, shape: dict(enumerate(eqn.params["broadcast_dimensions"])),
+    "reshape": _place_in_reshape,
+    "squeeze": _place_in_reshape,
+} | dict.fromkeys(
+    jaxprs.HANDS_ON | {"convert_element_type", "copy", "stop_gradient"},
+    lambda eqn, shape: {a: a for a in range(len(shape))},
+)

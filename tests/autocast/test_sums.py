@@ -1,0 +1,208 @@
+"""What adds up numbers under autocast, beside float64: its value and its gradient, in roundings of their dtypes.
+
+A test of dtypes would not do. In bfloat16 a sum of ones ends at 256, wherever the sum is: in a window, a scatter, a
+loop, or the gradient of what was repeated.
+"""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxmp
+
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
+LENGTHS = (4, 256, 8192)
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+def roundings(got: Any, exact: Any, dtype: Any) -> float:
+    """The largest error in units of a rounding to `dtype`: half of its epsilon, relative to the exact number."""
+    got, exact = np.asarray(got, np.float64), np.asarray(exact, np.float64)
+    assert got.shape == exact.shape
+    assert np.isfinite(got).all()
+    return float(np.max(np.abs(got - exact) / (np.abs(exact) * float(jnp.finfo(dtype).eps) / 2), initial=0.0))
+
+
+def in_float64(fn: Any, x: Any, weights: Any) -> tuple[Any, Any]:
+    """`fn(x)`, and the gradient of its product with `weights`, in float64."""
+    with jax.enable_x64(True):
+        y, pull_back = jax.vjp(fn, jnp.asarray(np.asarray(x, np.float64)))
+        return np.asarray(y), np.asarray(pull_back(jnp.asarray(np.asarray(weights, np.float64)))[0])
+
+
+def exact_numbers(shape: tuple[int, ...], low: float = 0.5, high: float = 2.0) -> Any:
+    """Positive float32 numbers that both 16-bit dtypes hold: no cast rounds them, and sums of 8192 are exact."""
+    x = np.random.default_rng(0).uniform(low, high, shape)
+    return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
+
+
+def in_16_bits(x: Any) -> Any:
+    """`x`, as a product leaves it: of 16 bits under autocast."""
+    return jnp.einsum("bn,bc->cn", x, jnp.eye(8))
+
+
+def windows(h: Any, n: int) -> Any:
+    """[8, n] as an image [1, n, 8] of channels."""
+    del n
+    return h.T[None]
+
+
+N = np.arange  # of rows and places
+SUMS: dict[str, Any] = {
+    # over windows
+    "reduce_window": lambda h, n: lax.reduce_window(h, 0.0, lax.add, (1, n), (1, 1), "VALID"),
+    "reduce_window, padded": lambda h, n: lax.reduce_window(h, 0.0, lax.add, (1, min(n, 256)), (1, 1), "SAME"),
+    "linen's pool": lambda h, n: nn.avg_pool(windows(h, n), (n,), (n,)),
+    "linen's pool, padded": lambda h, n: nn.avg_pool(windows(h, n), (3,), (1,), "SAME", count_include_pad=False),
+    "nnx's pool": lambda h, n: nnx.avg_pool(windows(h, n), (min(n, 64),), (min(n, 64),)),
+    "haiku's pool": lambda h, n: hk.avg_pool(windows(h, n), (1, n, 1), (1, n, 1), "VALID"),
+    "haiku's pool, padded": lambda h, n: hk.avg_pool(windows(h, n), (1, 5, 1), (1, 2, 1), "SAME"),
+    "equinox's pool": lambda h, n: eqx.nn.AvgPool1d(min(n, 128), min(n, 128))(h),
+    "a pool of a pool": lambda h, n: nn.avg_pool(nn.avg_pool(windows(h, n), (2,), (2,)), (n // 2,)),
+    "a pool in a jitted function": lambda h, n: jax.jit(lambda h: nn.avg_pool(nn.relu(windows(h, n)), (n,)))(h),
+    "a pool by a factor": lambda h, n: (1 / n) * lax.reduce_window(h, 0.0, lax.add, (1, n), (1, 1), "VALID"),
+    "a pool by counts": lambda h, n: (
+        lax.reduce_window(h, 0.0, lax.add, (1, n), (1, 1), "VALID") / jnp.full((8, 1), 3.0)
+    ),
+    # of which each element is in several windows: the gradients are added up
+    "windows' maximum": lambda h, n: nn.max_pool(windows(h, n), (min(n, 256),), (1,)),
+    "windows' minimum": lambda h, n: lax.reduce_window(h, jnp.inf, lax.min, (1, min(n, 64)), (1, 1), "SAME"),
+    # cumulative ones, and those of loops
+    "cumsum": lambda h, n: jnp.cumsum(h, 1),
+    "cumsum, from the end": lambda h, n: lax.cumsum(h, 1, reverse=True),
+    "associative_scan": lambda h, n: lax.associative_scan(jnp.add, h, axis=1),
+    "scan": lambda h, n: lax.scan(lambda c, x: (c + x, c + x), jnp.zeros(8), h.T)[1],
+    "scan from an element": lambda h, n: lax.scan(lambda c, x: (c + x, None), h[:, 0], h[:, 1:].T)[0],
+    "scan of a jitted body": lambda h, n: lax.scan(jax.jit(lambda c, x: (x + c, None)), h[:, 0], h[:, 1:].T)[0],
+    "fori_loop": lambda h, n: lax.fori_loop(1, n, lambda i, c: c + h[:, i], h[:, 0]),
+    "two sums in a scan": lambda h, n: lax.scan(
+        lambda c, x: ((c[0] + x, c[1] + x * x), None), (h[:, 0], h[:, 0]), h[:, 1:].T
+    )[0][0],
+    "what all turns read": lambda h, n: lax.scan(lambda c, i: (c, h[:, 0] * i), 0.0, jnp.arange(n) % 2 + 1.0)[1],
+    # of what was scattered, gathered, repeated
+    "scatter to zeros": lambda h, n: jnp.zeros(2).at[N(n) % 2].add(h[0]),
+    "scatter": lambda h, n: h[1, :2].at[N(n) % 2].add(h[0]),
+    "scatter, subtracted": lambda h, n: (-h[1, :2]).at[N(n) % 2].subtract(h[0]),
+    "segment_sum": lambda h, n: jax.ops.segment_sum(h.T, N(n) % 2, 2),
+    "bincount": lambda h, n: jnp.bincount(N(n) % 2, h[0], length=2),
+    "gather": lambda h, n: h[:, N(n) % 2],
+    "take": lambda h, n: jnp.take(h, N(n) % 2, axis=1),
+    "take_along_axis": lambda h, n: jnp.take_along_axis(h, jnp.zeros((8, n), int), 1),
+    "broadcast": lambda h, n: jnp.broadcast_to(h[:, :4, None], (8, 4, n)),
+    "repeat": lambda h, n: jnp.repeat(h[:, :2], n, axis=1),
+    "a sum with one of each row": lambda h, n: lax.stop_gradient(h) + h[:, :1],
+    "a product with one of each row": lambda h, n: lax.stop_gradient(h) * h[:, :1],
+    # plain ones
+    "sum": lambda h, n: h.sum(1),
+    "mean": lambda h, n: h.mean(1),
+    "lax.reduce": lambda h, n: lax.reduce(h, 0.0, lax.add, (1,)),
+    "average": lambda h, n: jnp.average(h, 1, jnp.ones(n)),
+    "nansum": lambda h, n: jnp.nansum(h, 1),
+    "vdot": lambda h, n: jnp.vdot(h, lax.stop_gradient(h)),
+    "fft": lambda h, n: jnp.fft.fft(h)[:, 0].real,
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_are_as_exact_as_in_float32(name, dtype):
+    for n in LENGTHS:
+        fn, x = functools.partial(SUMS[name], n=n), exact_numbers((8, n))
+        run = jaxmp.autocast(lambda x, fn=fn: fn(in_16_bits(x)), dtype)
+        y = jax.jit(run)(x)
+        weights = exact_numbers(y.shape, 0.25, 1.0)
+        exact, exact_grad = in_float64(lambda x, fn=fn: fn(in_16_bits(x)), x, weights)
+        assert roundings(y, exact, y.dtype) <= 2, n
+        if dtype == jnp.float16 and np.abs(exact_grad).max() > 60000:
+            continue
+        if np.any(exact_grad):
+            grad = jax.jit(lambda x, g, run=run: jax.vjp(run, x)[1](g)[0])(x, weights.astype(y.dtype))
+            found = exact_grad != 0
+            assert roundings(grad[found], exact_grad[found], dtype) <= 2, n
+
+
+@both_dtypes
+def test_an_average_of_windows_has_the_dtype_of_what_it_averages(dtype):
+    """As in torch. A sum over windows alone is float32, as `jnp.sum` is, and so is what feeds float32 operations."""
+    x = exact_numbers((8, 64))
+
+    def fn(x):
+        h = windows(in_16_bits(x), 64)
+        total = lax.reduce_window(h, 0.0, lax.add, (1, 4, 1), (1, 4, 1), "VALID")
+        average = nn.avg_pool(h, (4,), (4,))
+        return average, total, total / 4.0, total * jnp.ones((1, 1, 8)), nn.softmax(total / 4.0)
+
+    out = jaxmp.autocast(fn, dtype)(x)
+    assert [y.dtype for y in out] == [dtype, jnp.float32, dtype, dtype, jnp.float32]
+
+
+@both_dtypes
+def test_features_whose_window_is_beyond_16_bits(dtype):
+    """In float16 the sum of 32x32 features of 300 is beyond 65504; their mean is not."""
+    image = jnp.full((1, 32, 32, 8), 300.0)
+
+    def fn(x):
+        return nn.avg_pool(jnp.einsum("nhwc,cd->nhwd", x, jnp.eye(8)), (32, 32))
+
+    y, grad = jax.jit(jax.value_and_grad(lambda x: jaxmp.autocast(fn, dtype)(x).astype(jnp.float32).sum()))(image)
+    assert float(y) == 8 * 300.0
+    np.testing.assert_array_equal(grad, np.full(image.shape, 2.0**-10))
+
+
+class PooledCNN(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Conv(16, (3, 3))(x))
+        x = nn.avg_pool(x, (2, 2), (2, 2))
+        x = nn.relu(nn.Conv(32, (3, 3))(x))
+        return nn.Dense(4)(nn.avg_pool(x, x.shape[1:3])[:, 0, 0])
+
+
+def quadrants(n: int) -> tuple[Any, Any]:
+    """Images [n, 48, 48, 1] of noise; a label is the quadrant with the bright patch."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 4, n)
+    images = rng.normal(0, 0.1, (n, 48, 48, 1)).astype(np.float32)
+    for image, label in zip(images, labels, strict=True):
+        image[24 * (label // 2) :, 24 * (label % 2) :][:20, : 20 + 4 * label] += 1.0 + label
+    return jnp.asarray(images), jnp.asarray(labels)
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_a_model_with_a_global_pool_trains_as_in_float32(policy):
+    model, (x, y) = PooledCNN(), quadrants(64)
+
+    def loss_fn(params):
+        return optax.softmax_cross_entropy_with_integer_labels(model.apply({"params": params}, x), y).mean()
+
+    losses = {}
+    for name in ("fp32", policy):
+        tx = jaxmp.mixed_precision(optax.adam(3e-3), name)
+        params32 = model.init(jax.random.key(0), x)["params"]
+        state = jaxmp.get_policy(name).cast_to_param(params32), tx.init(params32)
+
+        @jax.jit
+        def step(state, tx=tx, name=name):
+            loss, grads = jaxmp.value_and_grad(loss_fn, policy=name)(state[0], opt_state=state[1])
+            return jaxmp.apply_gradients(tx, grads, state[1], state[0]), loss
+
+        losses[name] = []
+        for _ in range(60):
+            state, loss = step(state)
+            losses[name].append(float(loss))
+        if name == "fp32":  # what was trained in float32 is evaluated in 16 bits
+            low = jaxmp.autocast(loss_fn, policy)(state[0])
+            assert abs(float(low) - float(loss_fn(state[0]))) < 0.05 * losses[name][-1] + 0.01
+    assert losses["fp32"][-1] < 0.7 * losses["fp32"][0]
+    np.testing.assert_allclose(losses[policy][-1], losses["fp32"][-1], rtol=0.1)
