@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 
 from benchmarks.gpu.sections import CAST_WAYS, CASTS, DENSE, LAYER, OPTIMIZER, ROWS, SECTIONS, SIDES, STEPS
 from benchmarks.lib import roofline
-from benchmarks.lib.record import BAD, LEFT_OUT, NO_TIME, PASSED, Record, run_of
+from benchmarks.lib.record import BAD, LEFT_OUT, NO_TIME, PASSED, Record, run_of, sources_of
 from benchmarks.lib.tables import README, ROOT, markdown, markers, with_versions, write_between
 
 FRONT = ROOT / "README.md"  # its table is the short one
@@ -267,6 +267,12 @@ def tables(folder: Path) -> str:
     ended = [f"{r.section} ({counts})" for r in records if (counts := _passed(r))]
     if parts or ended:
         parts.append("Passed: " + "; ".join(ended) + ".")
+    by_code: dict[str, list[str]] = {}
+    for section, code in sources_of(folder / FILE).items():
+        by_code.setdefault(code, []).append(section)
+    if len(by_code) > 1:
+        codes = [f"{', '.join(names)} with `{code}`" for code, names in by_code.items()]
+        parts.append(f"Measured with several versions of the code: {'; '.join(codes)}.")
     notes = [f"* {r.section}, {item}: {what}" for r in records for item, what in wrong(r)]
     if notes:
         parts.append("\n".join(["Left out or not passed:", "", *notes]))

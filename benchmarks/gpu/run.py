@@ -12,6 +12,7 @@ makes the folder of wheels where there is a registry.
 Each row is written into results/gpu/<device>/rows.jsonl when it is measured: a fault, a deadlock, a missing package or
 a kill costs one item, and leaves its error text there. The summary says what passed, what failed and what is missing.
 The same command again goes on: what passed with this code on this device is kept, and compiled programs lie in build/.
+With --add, sections that passed with other code are kept, too, and the tables say which code measured which section.
 
 The exit status is 0 if every section ended well and, on a GPU, every target was met.
 """
@@ -106,6 +107,7 @@ def parse_arguments(arguments: Sequence[str], sections: Mapping[str, Section]) -
     parser.add_argument("--out", type=Path, help="folder for the results (results/gpu; with --tiny build/gpu)")
     parser.add_argument("--wheels", type=Path, help="folder of wheels of packages that this interpreter lacks")
     parser.add_argument("--limit", type=float, help=f"seconds for everything ({WHOLE:.0f})")
+    parser.add_argument("--add", action="store_true", help="keep sections that passed with other code, too")
     parser.add_argument("--again", action="store_true", help="run again what passed before, too")
     parser.add_argument("--report", "--table", action="store_true", help="only write tables, from the stored results")
     options = parser.parse_args(arguments)
@@ -170,10 +172,13 @@ def run_sections(
     """Runs what is still to run: first what never ran, then what did not end well before."""
     path = folder / report.FILE
     header = {key: found[key] for key in ("device", "versions", "source", "tiny")}
-    if run_of(path) != header:
+    last = run_of(path)
+    adds = options.add and last | {"source": header["source"]} == header
+    if last != header and not adds:
         path.unlink(missing_ok=True)
     before = {name: Record(path, name).state() for name in sections}
-    append(path, {"run": header, "again": list(sections) if options.again else []})
+    of_other_code = [name for name in sections if before[name] != PASSED and last != header]  # none is of two codes
+    append(path, {"run": header, "again": list(sections) if options.again else of_other_code})
     for name in sorted(sections, key=lambda name: before[name] not in ("", NO_TIME)):
         if Record(path, name).state() == PASSED:
             print(f"{name:20}kept: it passed before", flush=True)

@@ -64,6 +64,7 @@ SECTIONS = {
     "sanitizer": Section(
         "benchmarks.gpu.sanitizer:sanitizer", "compute-sanitizer over each kernel", 180.0, 85.0, ONE_BUFFER_EACH, True
     ),
+    "sums": Section("benchmarks.gpu.sums:sums", "what autocast adds up, beside float64", 120.0, 30.0),
     "example": Section("benchmarks.gpu.models:example", "a step of examples/train.py", 60.0),
 }
 

@@ -65,6 +65,16 @@ def run_of(path: Path) -> dict[str, Any]:
     return found
 
 
+def sources_of(path: Path) -> dict[str, str]:
+    """The code that measured each section, as `versions.source` says it."""
+    found, source = {}, ""
+    for line in lines(path):
+        source = line.get("run", {}).get("source", source)
+        if "item" in line:
+            found[line["section"]] = source
+    return found
+
+
 class Record:
     """What a file says of one section.
 

@@ -1,4 +1,4 @@
-"""What autocast takes for the bias of a matmul or a convolution: shapes that are none, beside float64, and some that are.
+"""What autocast takes for the bias of a matmul or a convolution: shapes that are none, beside float64, and biases.
 
 A bias is added in 16 bits, as a part of its matmul. Any other addend in float32 makes a sum in float32.
 """

@@ -57,8 +57,8 @@ X = np.random.default_rng(0).standard_normal((3, 4), np.float32)
 
 
 @functools.cache
-def linen(model, width=4):
-    params = jax.jit(model.init)(jax.random.key(1), jnp.ones((3, width)))["params"]
+def linen(model):
+    params = jax.jit(model.init)(jax.random.key(1), X)["params"]
 
     def loss_fn(params, x, factor=1.0):
         """With every matmul multiplied by `factor`."""
@@ -239,11 +239,10 @@ def test_branches_loops_and_own_derivatives_are_one_operation():
 
 
 def test_over_and_under_autocast():
-    x = np.concatenate([X, X], 1)
-    params, loss_fn = linen(Net(), 8)
-    _, under = jax.eval_shape(taps.collect(autocast(loss_fn, jnp.bfloat16), lambda path, x: x), params, x)
-    _, over = jax.eval_shape(autocast(taps.collect(loss_fn, lambda path, x: x), jnp.bfloat16), params, x)
-    assert under["first/Dense_0"].dtype == over["first/Dense_0"].dtype == jnp.bfloat16
+    params, loss_fn = linen(Net())
+    _, under = jax.eval_shape(taps.collect(autocast(loss_fn, jnp.bfloat16), lambda path, x: x), params, X)
+    _, over = jax.eval_shape(autocast(taps.collect(loss_fn, lambda path, x: x), jnp.bfloat16), params, X)
+    assert under["first/Dense_1"].dtype == over["first/Dense_1"].dtype == jnp.bfloat16
     assert sorted(under) == sorted(over)
 
 

@@ -21,7 +21,7 @@ import pytest
 from benchmarks.gpu import report, run as gpu, sections as gpu_sections_table
 from benchmarks.gpu.sections import Section
 from benchmarks.lib import roofline
-from benchmarks.lib.record import Record, append, run_of
+from benchmarks.lib.record import Record, append, run_of, sources_of
 from benchmarks.lib.tables import ROOT, markers
 from benchmarks.lib.timing import Bench, LeftOut, OutOfTime, Variant
 
@@ -153,6 +153,20 @@ def test_a_second_run_goes_on_where_the_first_stopped(drive, tmp_path, monkeypat
     monkeypatch.setattr(gpu, "source", lambda: "other code")
     assert drive(*names)[0] == 0
     assert (tmp_path / "sound").read_text() == "run\n" * 3
+
+
+def test_what_passed_with_other_code_is_kept_on_demand(drive, tmp_path, monkeypatch):
+    names = ("crashes_once", "sound")
+    assert drive(*names)[0] == 1
+    (tmp_path / "mended").touch()
+    monkeypatch.setattr(gpu, "source", lambda: "other code")
+    monkeypatch.setattr(report, "SECTIONS", dict.fromkeys(names))
+    status, records = drive(*names, arguments=["--add"])
+    assert status == 0 and states(records["crashes_once"]) == ["passed"] * 3
+    assert (tmp_path / "sound").read_text() == "run\n"
+    folder = tmp_path / "out" / "a_fake_gpu"
+    assert sources_of(folder / report.FILE) == {"crashes_once": "other code", "sound": "this code"}
+    assert "crashes_once with `other code`; sound with `this code`" in report.tables(folder)
 
 
 def test_a_second_run_begins_with_what_never_ran(drive, tmp_path, capsys):
