@@ -106,6 +106,7 @@ ADDENDS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.thorough(6)
 @both_dtypes
 @pytest.mark.parametrize("name", ADDENDS)
 def test_what_is_no_bias_is_added_in_float32(name, dtype):
@@ -181,6 +182,7 @@ BIASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough(8)
 @both_dtypes
 @pytest.mark.parametrize("name", BIASES)
 def test_a_bias_is_a_part_of_its_matmul(name, dtype):
@@ -200,6 +202,7 @@ def test_what_only_the_widest_dtype_says():
         assert jax.eval_shape(jaxmp.autocast(fn, jnp.bfloat16), X, W, B).dtype == jnp.float32, name
 
 
+@pytest.mark.thorough(0)
 def test_a_forecast_trains_as_in_float32():
     """NLinear: the last value, in float32, and what a layer adds to it."""
     rng = np.random.default_rng(0)

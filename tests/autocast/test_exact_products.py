@@ -99,6 +99,7 @@ SHORT: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.thorough(5)
 @both_dtypes
 @pytest.mark.parametrize("name", SHORT)
 def test_products_of_few_elements_are_float32(name, dtype):
@@ -110,6 +111,7 @@ def test_products_of_few_elements_are_float32(name, dtype):
     np.testing.assert_allclose(y, fn(*map(jnp.asarray, args)), rtol=1e-6)
 
 
+@pytest.mark.thorough(1)
 @both_dtypes
 def test_a_product_of_few_16_bit_elements_is_rounded_once(dtype):
     def fn(x):
@@ -127,6 +129,7 @@ def test_five_elements_are_a_layer():
     assert y.dtype == jnp.bfloat16
 
 
+@pytest.mark.thorough(1)
 @both_dtypes
 def test_short_products_that_feed_float32_take_it_all_the_way(dtype):
     """The sine of an angle beyond 2048 needs all bits of the angle."""
@@ -193,6 +196,7 @@ ASKED: dict[str, Any] = {
 }
 
 
+@pytest.mark.thorough(5)
 @both_dtypes
 @pytest.mark.parametrize("name", ASKED)
 def test_the_highest_precision_is_float32(name, dtype):

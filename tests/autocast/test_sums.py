@@ -76,6 +76,8 @@ SUMS: dict[str, Any] = {
     # of which each element is in several windows: the gradients are added up
     "windows' maximum": lambda h, n: nn.max_pool(windows(h, n), (min(n, 256),), (1,)),
     "windows' minimum": lambda h, n: lax.reduce_window(h, jnp.inf, lax.min, (1, min(n, 64)), (1, 1), "SAME"),
+    "cummax": lambda h, n: lax.cummax(h.at[:, 0].set(3 * h[:, 0]), 1),
+    "cummin": lambda h, n: lax.cummin(h.at[:, 0].set(h[:, 0] / 4), 1),
     # cumulative ones, and those of loops
     "cumsum": lambda h, n: jnp.cumsum(h, 1),
     "cumsum, from the end": lambda h, n: lax.cumsum(h, 1, reverse=True),
@@ -92,6 +94,7 @@ SUMS: dict[str, Any] = {
     "scatter to zeros": lambda h, n: jnp.zeros(2).at[N(n) % 2].add(h[0]),
     "scatter": lambda h, n: h[1, :2].at[N(n) % 2].add(h[0]),
     "scatter, subtracted": lambda h, n: (-h[1, :2]).at[N(n) % 2].subtract(h[0]),
+    "scattered maxima": lambda h, n: jnp.zeros(2, h.dtype).at[N(n) % 2].max(h[0] * 0 + h[0, :1]),
     "segment_sum": lambda h, n: jax.ops.segment_sum(h.T, N(n) % 2, 2),
     "bincount": lambda h, n: jnp.bincount(N(n) % 2, h[0], length=2),
     "gather": lambda h, n: h[:, N(n) % 2],
@@ -133,6 +136,7 @@ def _both(of_vjp: Any, g: Any) -> Any:
     return of_vjp[0], of_vjp[1](g)[0]
 
 
+@pytest.mark.thorough(6)
 @both_dtypes
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_are_as_exact_as_in_float32(name, dtype):
@@ -141,6 +145,7 @@ def test_sums_are_as_exact_as_in_float32(name, dtype):
         assert max(found.values()) <= 2, (n, found)
 
 
+@pytest.mark.thorough(1)
 @both_dtypes
 def test_an_average_of_windows_has_the_dtype_of_what_it_averages(dtype):
     """As in torch. A sum over windows alone is float32, as `jnp.sum` is, and so is what feeds float32 operations."""
@@ -156,6 +161,7 @@ def test_an_average_of_windows_has_the_dtype_of_what_it_averages(dtype):
     assert [y.dtype for y in out] == [dtype, jnp.float32, dtype, dtype, jnp.float32]
 
 
+@pytest.mark.thorough(1)
 @both_dtypes
 def test_features_whose_window_is_beyond_16_bits(dtype):
     """In float16 the sum of 32x32 features of 300 is beyond 65504; their mean is not."""
@@ -188,7 +194,7 @@ def quadrants(n: int) -> tuple[Any, Any]:
     return jnp.asarray(images), jnp.asarray(labels)
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("policy", ["bf16", "fp16"])
 def test_a_model_with_a_global_pool_trains_as_in_float32(policy):
     model, (x, y) = PooledCNN(), quadrants(64)

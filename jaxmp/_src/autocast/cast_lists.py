@@ -88,7 +88,7 @@ WIDEST = _ARITHMETIC | MOVES | EACH_ITS_OWN
 _WITH_SCALARS = _ARITHMETIC - {"nextafter"}
 
 SHORT = 4  # elements
-SCATTERED_SUMS = frozenset({"scatter-add", "scatter-sub", "scatter-mul"})
+SCATTERED = frozenset({"scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
 WINDOWS = frozenset({"reduce_window_max", "reduce_window_min"})
 
 # Elementwise work, which costs nothing in any dtype if it is fused with the next operation.
@@ -282,15 +282,19 @@ def _summed(eqn: Any) -> int:
 
 
 def rounds_once(eqn: Any) -> bool:
-    """Whether an equation or its derivative adds up numbers: in float32, where its inputs are of 16 bits, too."""
+    """Whether an equation or its derivative adds up numbers: in float32, where its inputs are of 16 bits, too.
+
+    The gradient of an element is the sum over the windows, or the places, of which it is the largest.
+    """
     name, params = eqn.primitive.name, eqn.params
-    if name in SCATTERED_SUMS:
+    if name in SCATTERED:
         return not params["unique_indices"]
-    if name in WINDOWS:  # the gradient of an element is the sum over the windows of which it is the largest
+    if name in WINDOWS:
+        names = ("window_dimensions", "window_strides", "window_dilation")
         return any(
-            size > step for size, step in zip(params["window_dimensions"], params["window_strides"], strict=True)
+            size > (step if apart == 1 else 1) for size, step, apart in zip(*map(params.get, names), strict=True)
         )
-    return is_short(eqn) and _summed(eqn) > 1
+    return name in ("cummax", "cummin") or (is_short(eqn) and _summed(eqn) > 1)
 
 
 def only_sums(eqn: Any) -> bool:

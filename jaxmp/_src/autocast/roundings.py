@@ -49,6 +49,8 @@ def _readers_of_operand(step: Any, i: int, readers: dict[Any, frozenset[str]]) -
         return frozenset({_WIDE})
     if step.how == "same":
         return readers.get(eqn.outvars[0], frozenset())
+    if step.how == "once" and dtype is None:  # widened where it is read, and where a derivative computes it anew
+        return _BOTH
     if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.float32:
         return frozenset({_WIDE})
     inner = step.inner[0].readers[i] if step.how == "call" and eqn.primitive.name in _INLINED else frozenset()
@@ -63,7 +65,7 @@ def _is_cast_down(step: Any, k: int) -> bool:
         for inner in step.inner[0].steps:
             if result in inner.eqn.outvars:
                 return _is_cast_down(inner, inner.eqn.outvars.index(result))
-    return step.how == "same" or jnp.float32 in step.operands
+    return step.how in ("same", "once") or jnp.float32 in step.operands
 
 
 def rounded(x: Any) -> Any:
