@@ -230,7 +230,8 @@ NOT_A_BIAS = "a product and a sum with a float32 array of the same size: the wid
 WRITTEN_OUT = "written out, it is arithmetic on what it is given; torch's is one operation that casts"
 IS_MATMUL = "a product of tensors is the same primitive as a matmul"
 A_SUM = "a product without a matrix is a sum, and sums are float32"
-RESIZE = "jax resizes by indexing, or by matmuls with the weights"
+RESIZE = "jax resizes by indexing"
+OF_FOUR = "a product that sums four elements, here over keys, is no layer"
 ASKED_FOR = "the cast to the dtype of the result is the one that the sum undoes"
 A_MEAN = "a sum, in float32, and a division"
 A_BUFFER = "a write into a buffer keeps its dtype, so that loops can carry it"
@@ -262,12 +263,15 @@ EVERYWHERE: Deviations = {
     ),
     "prelu": (WRITTEN_OUT, rows_of("f32", "f32 f32", "lp f32", "f32 lp", "other lp") | {"other other": "other"}),
     "cross": (WRITTEN_OUT, rows_of("f32", "lp f32", "other lp")),
-    "lstm_cell": (WRITTEN_OUT, rows_of("f32 f32", "f32 f32 f32 f32 f32", "lp f32 f32 f32 f32")),
-    "gru_cell": (WRITTEN_OUT, rows_of("f32", "f32 f32 f32 f32", "lp f32 f32 f32")),
+    "scaled_dot_product_attention": (
+        OF_FOUR,
+        all_of(3, "f32", "f32") | rows_of("f32", "f32 f32 f32", "lp f32 f32", "f32 lp lp", "other lp lp"),
+    ),
+    "lstm_cell": (WRITTEN_OUT, rows_of("f32 f32", "f32 f32 f32 f32 f32", "lp f32 f32 f32 f32", "f32 lp lp lp lp")),
+    "gru_cell": (WRITTEN_OUT, rows_of("f32", "f32 f32 f32 f32", "lp f32 f32 f32", "f32 lp lp lp")),
     "sum_dtype": (ASKED_FOR, rows_of("f32", "lp", "f32", "other", "f64")),
     "index_put": (A_BUFFER, rows_of("lp", "lp f32")),
     "interpolate_nearest": (RESIZE, all_of(1, "lp", "other")),
-    "interpolate_bilinear": (RESIZE, rows_of("lp", "lp", "f32", "other")),
 }
 INTEGERS = "jax makes the integers a float32 array"
 F64_WINS = "jax promotes the other arguments to float64 itself"
@@ -283,12 +287,17 @@ AT_THE_BORDER: Deviations = {
     "scalar_tensor_mul": (F64_WINS, {"f64 lp": "f64"}),
     "lstm_cell": (
         WRITTEN_OUT,
-        rows_of("f32 f32", "f32 f32 f32 f32 f32", "other other other other other", "lp f32 f32 f32 f32")
+        rows_of(
+            "f32 f32",
+            *("f32 f32 f32 f32 f32", "other other other other other", "lp f32 f32 f32 f32"),
+            *("f32 lp lp lp lp", "other lp lp lp lp"),
+        )
         | {"f64 lp lp lp lp": "f64 f64"},
     ),
     "gru_cell": (
         WRITTEN_OUT,
-        rows_of("f32", "f32 f32 f32 f32", "other other other other", "lp f32 f32 f32") | {"f64 lp lp lp": "f64"},
+        rows_of("f32", "f32 f32 f32 f32", "other other other other", "lp f32 f32 f32", "f32 lp lp lp", "other lp lp lp")
+        | {"f64 lp lp lp": "f64"},
     ),
 }
 DEVIATIONS = {"inside": EVERYWHERE | INSIDE, "at the border": EVERYWHERE | AT_THE_BORDER}
