@@ -307,11 +307,11 @@ def test_sharding_metadata_carries_over_to_masters_and_moments():
         tx = jaxmp.mixed_precision(optax.adam(1e-2), policy, loss_scale=4.0)
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         jaxmp.nnx.cast_to_param(model, policy)
-        specs = nnx.as_pure(nnx.get_partition_spec(nnx.state(optimizer)))["opt_state"]["guarded"]
+        specs = nnx.as_pure(nnx.get_partition_spec(nnx.state(optimizer)))["opt_state"]
         expected = {"dense": {"kernel": P(None, "model")}, "norm": {"scale": P("model")}}
         assert specs["master_params"]["dense"] == expected["dense"]
         for moment in ("mu", "nu"):
-            assert specs["master_inner"][0][moment] == expected
+            assert specs["optimizer_state"][0][moment] == expected
         assert model.dense.kernel.get_metadata()["out_sharding"] == (None, "model")
         before = [(x.dtype, x.sharding) for x in jax.tree.leaves(nnx.state((model, optimizer)))]
 

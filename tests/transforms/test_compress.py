@@ -11,9 +11,8 @@ import optax
 import pytest
 
 import jaxmp
-from helpers import assert_close, assert_exact, assert_moved, assert_same_program
+from helpers import assert_exact, assert_moved, assert_same_program
 from jaxmp._src.transforms import compress
-from pallas_kernels import moments
 from pallas_kernels.moments import Quantized
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
@@ -169,32 +168,7 @@ def test_the_first_codes_are_computed_by_the_program():
     assert cost["bytes accessed"] >= 2 * 2 * size * 4  # both moments are written and read in float32
 
 
-# --- what is not finite ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.thorough(0)
-@each_dtype
-def test_nothing_non_finite_is_stored(dtype):
-    """A gradient of NaN or inf keeps its element of the moments as it is (within its rounding), and its neighbours,
-    who share a scale, move.
-    """
-    params = {"w": params_of()["kernel"]}
-    tx = jaxmp.mixed_precision(compress.compress_moments(optax.adam(1e-2), dtype), "fp32", skip_nonfinite=False)
-    update = jax.jit(tx.update)
-    _, state = update(grads_of(params), tx.init(params), params)
-    bad = {"w": np.array(grads_of(params)["w"])}
-    bad["w"][0, 3], bad["w"][1, 5] = np.nan, np.inf
-    updates, after = update(bad, state, params)
-    for x in jax.tree.leaves(optax.tree.get(after, "compressed")):
-        assert np.all(np.isfinite(np.asarray(x, np.float64)))
-    for field, signed in (("mu", True), ("nu", False)):
-        old, new = (
-            np.asarray(moments.dequantize(optax.tree.get(s, field)["w"], signed=signed)) for s in (state, after)
-        )
-        for place in ((0, 3), (1, 5)):
-            assert_close(new[place], old[place], rtol=0.3, atol=1e-2 * float(np.abs(old).max()))
-        assert np.mean(new[:2] != old[:2]) > 0.5
-    assert np.isfinite(np.asarray(updates["w"])).sum() >= updates["w"].size - 2
+# --- skipped steps ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.thorough(1)

@@ -313,14 +313,21 @@ def test_part_of_an_optimizer_is_plain_optax():
     """What has a part of the params, or stands in a branch, must not write for all."""
     mixed = lambda inner: jaxmp.mixed_precision(inner, "bf16")  # noqa: E731
     labels = {"a": "x", "b": "y"}
-    wraps = (
-        lambda make: optax.multi_transform({"x": mixed(make()), "y": mixed(make())}, labels),
-        lambda make: optax.masked(mixed(make()), {"a": True, "b": True}),
-        lambda make: optax.MultiSteps(mixed(make()), 2).gradient_transformation(),
-        lambda make: mixed(optax.multi_transform({"x": make(), "y": make()}, labels)),
-    )
     params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.full(3, 2.0, jnp.bfloat16)}
-    for wrap in wraps:
+    around = (
+        optax.multi_transform({"x": mixed(jaxmp.fused_sgd(0.5)), "y": mixed(jaxmp.fused_sgd(0.5))}, labels),
+        optax.masked(mixed(jaxmp.fused_sgd(0.5)), {"a": True, "b": True}),
+        optax.MultiSteps(mixed(jaxmp.fused_sgd(0.5)), 2).gradient_transformation(),
+    )
+    for tx in around:
+        with pytest.raises(ValueError, match="mixed_precision must stand around the whole optimizer"):
+            jaxmp.apply_gradients(tx, jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    inside = (
+        lambda make: mixed(optax.multi_transform({"x": make(), "y": make()}, labels)),
+        lambda make: mixed(optax.masked(make(), {"a": True, "b": True})),
+        lambda make: mixed(optax.MultiSteps(make(), 2).gradient_transformation()),
+    )
+    for wrap in inside:
         outcomes = []
         for make in (lambda: jaxmp.fused_sgd(0.5), lambda: optax.sgd(0.5, 0.9)):
             tx = wrap(make)
