@@ -4,6 +4,7 @@ A test of dtypes would not do. In bfloat16 a sum of ones ends at 256, wherever t
 loop, or the gradient of what was repeated.
 """
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -16,6 +17,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jaxmp
 
@@ -222,3 +224,85 @@ def test_a_model_with_a_global_pool_trains_as_in_float32(policy):
             assert abs(float(low) - float(loss_fn(state[0]))) < 0.05 * losses[name][-1] + 0.01
     assert losses["fp32"][-1] < 0.7 * losses["fp32"][0]
     np.testing.assert_allclose(losses[policy][-1], losses["fp32"][-1], rtol=0.1)
+
+
+class Everything(nn.Module):
+    """All kinds in one model: pools, gathers, sums of loops, a grid, an exact product, a residual of one column."""
+
+    @nn.compact
+    def __call__(self, x):
+        side = jnp.linspace(-1, 1, 16)
+        points = jnp.stack(jnp.meshgrid(side, side), -1)
+        grid = jnp.einsum("hwk,ik->hwi", points, self.param("theta", nn.initializers.constant(0.5), (2, 2)))
+        x = jnp.concatenate([x, jnp.broadcast_to(grid[None], (*x.shape[:3], 2))], -1)
+        h = nn.relu(nn.Conv(16, (3, 3))(x))
+        h = nn.avg_pool(nn.max_pool(h, (3, 3), (1, 1), "SAME"), (2, 2), (2, 2))
+        h = nn.relu(nn.Conv(32, (3, 3))(h))
+        rows = h.reshape(h.shape[0], -1, 32)
+        total, _ = lax.scan(lambda c, row: (c + row, None), rows[:, 0], jnp.moveaxis(rows[:, 1:], 1, 0))
+        picked = rows[:, jnp.arange(64) % 7].sum(1)
+        y = jnp.concatenate([nn.avg_pool(h, h.shape[1:3])[:, 0, 0], total / 64, picked / 64], -1)
+        y = nn.Dense(16)(y)
+        y = jnp.dot(y, self.param("out", nn.initializers.lecun_normal(), (16, 8)), precision="highest")
+        return y[:, -1:] + nn.Dense(8)(y)
+
+
+MESH = Mesh(np.array(jax.devices()[:4]), ("data",))
+REGIMES: dict[str, Any] = {
+    "jit": lambda grads, x, y: grads(x, y),
+    "accumulated": lambda grads, x, y: grads(x, y, accumulate=2, accumulate_argnums=(1, 2)),
+    "remat": lambda grads, x, y: grads(x, y, around=jax.checkpoint),
+    "vmap": lambda grads, x, y: _mean(jax.vmap(lambda x, y: grads(x[None], y[None]))(x, y)),
+    "scan": lambda grads, x, y: _mean(lax.scan(lambda c, b: (c, grads(*b)), 0, _in_four(x, y))[1]),
+    "sharded": lambda grads, x, y: grads(*(jax.device_put(a, NamedSharding(MESH, P("data"))) for a in (x, y))),
+    "shard_map": lambda grads, x, y: _sharded(grads, check_vma=True)(x, y),
+    "shard_map, unchecked": lambda grads, x, y: _sharded(grads, check_vma=False)(x, y),
+    "pmap": lambda grads, x, y: jax.tree.map(
+        lambda g: g[0], jax.pmap(lambda x, y: _over_devices(grads(x, y)), "data")(*_in_four(x, y))
+    ),
+}
+
+
+def _mean(tree: Any) -> Any:
+    return jax.tree.map(lambda g: g.mean(0), tree)
+
+
+def _in_four(*arrays: Any) -> Any:
+    return tuple(a.reshape(4, -1, *a.shape[1:]) for a in arrays)
+
+
+def _over_devices(tree: Any) -> Any:
+    return jax.tree.map(lambda g: lax.pmean(g, "data"), tree)
+
+
+def _sharded(grads: Any, *, check_vma: bool) -> Any:
+    parts = P("data"), P("data")
+    run = lambda x, y: _over_devices(grads(x, y))  # noqa: E731
+    return jax.shard_map(run, mesh=MESH, in_specs=parts, out_specs=P(), check_vma=check_vma)
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("policy", ["bf16", "bf16-mixed", "fp16"])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_gradients_in_every_regime(regime, policy):
+    model, rng = Everything(), np.random.default_rng(0)
+    x, y = rng.normal(size=(8, 16, 16, 3)).astype(np.float32), rng.normal(size=(8, 8)).astype(np.float32)
+
+    def loss_fn(params, x, y):
+        return jnp.mean((model.apply({"params": params}, x) - y) ** 2)
+
+    params32 = jax.jit(model.init)(jax.random.key(0), x)["params"]
+    tx = jaxmp.mixed_precision(optax.adam(1e-3), policy, loss_scale=256.0 if policy == "fp16" else None)
+    params, opt_state = jaxmp.get_policy(policy).cast_to_param(params32), tx.init(params32)
+
+    def grads(x, y, around=lambda f: f, **options):
+        grad_fn = jaxmp.value_and_grad(around(loss_fn), policy=policy, **options)
+        return jaxmp.unscale(grad_fn(params, x, y, opt_state=opt_state)[1], opt_state)
+
+    run = functools.partial(REGIMES[regime], grads)
+    found = (run if regime == "pmap" else jax.jit(run))(x, y)
+    exact = jax.jit(jax.grad(loss_fn))(params32, x, y)
+    limit = 0.005 if policy == "fp16" else 0.02
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        gap = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+        assert gap < limit, (want.shape, gap)
