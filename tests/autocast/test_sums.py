@@ -163,6 +163,23 @@ def test_an_average_of_windows_has_the_dtype_of_what_it_averages(dtype):
     assert [y.dtype for y in out] == [dtype, jnp.float32, dtype, dtype, jnp.float32]
 
 
+def test_what_a_loop_carries_is_a_sum_only_if_it_only_adds():
+    """A stream, a state that decays, and one that is only moved stay in 16 bits; a sum beside them does not."""
+    w = jnp.eye(8)
+    bodies = {
+        "a stream": lambda c, x: (c + jnp.tanh(c @ w), x),
+        "a state that decays": lambda c, x: (0.5 * c + x, x),
+        "a state that is moved": lambda c, x: (c.T.reshape(8, 8), x),
+        "a state that is kept": lambda c, x: (c, x),
+        "a sum": lambda c, x: (x + c, x),
+        "a sum of several": lambda c, x: (jax.jit(jnp.add)(c + x, x * x) - x, x),
+    }
+    for name, body in bodies.items():
+        run = jaxmp.autocast(lambda x, body=body: lax.scan(body, x @ w, jnp.stack([x @ w] * 3))[0], jnp.bfloat16)
+        expected = jnp.float32 if name.startswith("a sum") else jnp.bfloat16
+        assert jax.eval_shape(run, jnp.ones((8, 8))).dtype == expected, name
+
+
 @pytest.mark.thorough(1)
 @both_dtypes
 def test_features_whose_window_is_beyond_16_bits(dtype):

@@ -11,6 +11,8 @@ A bias is an input of the function, or a constant, that has the axes of the outp
 All others are sums of what arrives, in float32 if one of it is.
 """
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,7 +27,7 @@ class Value(NamedTuple):
     """What is known of a value.
 
     Attributes:
-      inputs: the inputs of the function that it depends on, as the bits of an int; not those of biases.
+      sources: the inputs of the function that it depends on, as the bits of an int; not those of biases.
       is_input: whether it is an input or a constant, or parts of some, moved and cast; not computed.
       varies: of what was repeated, or got axes of size one: the axes along which it is not constant; None of others.
       features: of the product of a matmul or a convolution, moved or not and with a bias or not: the axes of each
@@ -33,7 +35,7 @@ class Value(NamedTuple):
       is_conv: whether these are those of a convolution, of which only the kernel has features.
     """
 
-    inputs: int
+    sources: int
     is_input: bool = False
     varies: frozenset[int] | None = None
     features: tuple[frozenset[int], ...] = ()
@@ -46,12 +48,15 @@ class Biases(NamedTuple):
     equations: frozenset[int]
     values: dict[Any, Value]
 
-    def given(self, atoms: list[Any]) -> tuple[Value, ...]:
-        """These variables and literals as inputs of a function inside; alike for calls that are alike."""
+    def inputs_of_call(self, atoms: list[Any]) -> tuple[Value, ...]:
+        """These variables and literals as inputs of a function inside; alike for calls that are alike.
+
+        Each is a source, and shares those of the inputs that it has sources with.
+        """
         values = [self.of(atom) for atom in atoms]
-        inputs = [(1 << k, v.inputs) for k, v in enumerate(values) if v.is_input]
+        inputs = [(1 << k, v.sources) for k, v in enumerate(values) if v.is_input]
         return tuple(
-            Value(1 << i | sum(bit for bit, others in inputs if others & v.inputs and bit != 1 << i), v.is_input)
+            Value(1 << i | sum(bit for bit, sources in inputs if sources & v.sources and bit != 1 << i), v.is_input)
             for i, v in enumerate(values)
         )
 
@@ -63,38 +68,36 @@ class Biases(NamedTuple):
 _CONSTANT = Value(0, is_input=True)
 
 
-def find(jaxpr: Any, lists: CastLists, given: tuple[Value, ...]) -> Biases:
+def find(jaxpr: Any, lists: CastLists, inputs: tuple[Value, ...]) -> Biases:
     """Finds the biases of a jaxpr with these inputs, for lists that hold outside of regions."""
-    values = dict.fromkeys(jaxpr.constvars, _CONSTANT) | dict(zip(jaxpr.invars, given, strict=True))
-    found = Biases(frozenset(), values)
+    values = dict.fromkeys(jaxpr.constvars, _CONSTANT) | dict(zip(jaxpr.invars, inputs, strict=True))
+    so_far = Biases(frozenset(), values)
     biased = set()
     for i, eqn in enumerate(jaxpr.eqns):
-        operands = [found.of(v) for v in eqn.invars]
+        operands = [so_far.of(v) for v in eqn.invars]
         name = eqn.primitive.name
-        inputs = 0
-        for v in operands:
-            inputs |= v.inputs
-        results = [Value(inputs)] * len(eqn.outvars)
+        sources = functools.reduce(operator.or_, (v.sources for v in operands), 0)
+        results = [Value(sources)] * len(eqn.outvars)
         here = regions.lists_of(eqn, lists)
         if name in jaxprs.CALLS and (functions := jaxprs.functions_of(eqn)):
-            inner = find(functions[0][0], here, tuple(Value(v.inputs, v.is_input) for v in operands))
+            inner = find(functions[0][0], here, tuple(Value(v.sources, v.is_input) for v in operands))
             results = [inner.of(v) for v in functions[0][0].outvars]
             if name not in jaxprs.JITS:  # what has its own derivative may have its own dtypes, too
                 results = [v._replace(features=()) for v in results]
         elif name in jaxprs.MATMULS:
             # The bias of a product that runs in float32 is added in float32.
             if cast_lists.group_of(eqn, here) == "allow" and not cast_lists.returns_float32(eqn, here):
-                results = [Value(inputs, features=_features_of(eqn), is_conv=name == "conv_general_dilated")]
+                results = [Value(sources, features=_features_of(eqn), is_conv=name == "conv_general_dilated")]
         elif name in _PARTS or name in _MOVED:
             moved = _moved(eqn, operands[0]) if name in _MOVED else Value(0)
             is_input = all(v.is_input for v in operands)
-            results = [moved._replace(inputs=inputs, is_input=is_input)] * len(eqn.outvars)
+            results = [moved._replace(sources=sources, is_input=is_input)] * len(eqn.outvars)
         elif name == "add":
             for k in (0, 1):
                 if _is_bias(eqn, k, operands):
                     biased.add(i)
                     product = operands[1 - k]
-                    results = [Value(product.inputs, features=product.features, is_conv=product.is_conv)]
+                    results = [Value(product.sources, features=product.features, is_conv=product.is_conv)]
         values |= dict(zip(eqn.outvars, results, strict=True))
     return Biases(frozenset(biased), values)
 
@@ -102,7 +105,7 @@ def find(jaxpr: Any, lists: CastLists, given: tuple[Value, ...]) -> Biases:
 def _is_bias(eqn: Any, k: int, operands: list[Value]) -> bool:
     """Whether operand `k` of an addition is the bias of the other."""
     bias, product = operands[k], operands[1 - k]
-    if not product.features or not bias.is_input or bias.inputs & product.inputs:
+    if not product.features or not bias.is_input or bias.sources & product.sources:
         return False
     shape, whole = eqn.invars[k].aval.shape, eqn.outvars[0].aval.shape
     varies = bias.varies
@@ -122,10 +125,9 @@ def _features_of(eqn: Any) -> tuple[frozenset[int], ...]:
     if eqn.primitive.name == "conv_general_dilated":
         return (frozenset({eqn.params["dimension_numbers"].out_spec[1]}),)
     (left_contract, right_contract), (left_batch, _) = eqn.params["dimension_numbers"]
+    # The result has the axes of the batch, then those of the left operand, then those of the right one.
     batch = len(left_batch)
-    left = eqn.invars[0].aval.ndim - len(
-        left_contract
-    )  # the result has the axes of the batch, of the left, of the right
+    left = eqn.invars[0].aval.ndim - len(left_contract)
     right = left + eqn.invars[1].aval.ndim - len(right_contract) - batch
     return frozenset(range(batch, left)), frozenset(range(left, right))
 
@@ -135,7 +137,7 @@ def _moved(eqn: Any, value: Value) -> Value:
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
     place = _MOVED[eqn.primitive.name](eqn, before.shape)
     features, varies = value.features if after.size == before.size else (), value.varies
-    if not before.ndim and not value.inputs:  # an array of one number, as `jnp.zeros` makes it
+    if not before.ndim and not value.sources:  # an array of one number, as `jnp.zeros` makes it
         return value
     if varies is not None or after.ndim > before.ndim or after.size > before.size:
         axes = frozenset(a for a, n in enumerate(before.shape) if n > 1) if varies is None else varies

@@ -272,10 +272,10 @@ def takes_scalars(eqn: Any) -> bool:
 
 def is_short(eqn: Any) -> bool:
     """Whether an equation is a product that sums at most `SHORT` elements: geometry, digits, scaling; no layer."""
-    return eqn.primitive.name == "dot_general" and _summed(eqn) <= SHORT
+    return eqn.primitive.name == "dot_general" and terms_of(eqn) <= SHORT
 
 
-def _summed(eqn: Any) -> int:
+def terms_of(eqn: Any) -> int:
     """How many products an element of the result of a `dot_general` is the sum of."""
     (contracted, _), _ = eqn.params["dimension_numbers"]
     return math.prod(eqn.invars[0].aval.shape[a] for a in contracted)
@@ -294,7 +294,7 @@ def rounds_once(eqn: Any) -> bool:
         return any(
             size > (step if apart == 1 else 1) for size, step, apart in zip(*map(params.get, names), strict=True)
         )
-    return name in ("cummax", "cummin") or (is_short(eqn) and _summed(eqn) > 1)
+    return name in ("cummax", "cummin") or (is_short(eqn) and terms_of(eqn) > 1)
 
 
 def only_sums(eqn: Any) -> bool:

@@ -36,26 +36,28 @@ _SAME = jaxprs.REARRANGES | jaxprs.HANDS_ON | {"convert_element_type"}
 def find(body: Any, first: int, count: int) -> frozenset[int]:
     """Which of `count` carried values, the inputs of a body from `first` on and its first results, are sums."""
     pairs = zip(body.invars[first : first + count], body.outvars[:count], strict=True)
-    return frozenset(i for i, (before, after) in enumerate(pairs) if before is not after and _adds(body, before, after))
+    return frozenset(i for i, (before, after) in enumerate(pairs) if _is_sum(body, before, after))
 
 
-def _adds(jaxpr: Any, before: Any, after: Any) -> bool:
+def _is_sum(jaxpr: Any, before: Any, after: Any) -> bool:
     """Whether a result of a function is an input and what was added to it."""
     depends = {before}
-    sums = {before}  # the input, with something added or not
+    added = {before: False}  # of the input, moved or not and with something added or not: whether something was
     for eqn in jaxpr.eqns:
         operands = [v for v in eqn.invars if not isinstance(v, core.Literal) and v in depends]
         if not operands:
             continue
         depends |= set(eqn.outvars)
-        name = eqn.primitive.name
-        is_first = operands[0] is eqn.invars[0]
-        if operands[0] not in sums or len(operands) > 1:
+        name, operand = eqn.primitive.name, operands[0]
+        if operand not in added or len(operands) > 1:
             continue
-        if name in _SAME or name in ("add", "add_any") or (name == "sub" and is_first):
-            sums |= set(eqn.outvars)
+        if name in _SAME:
+            added[eqn.outvars[0]] = added[operand]
+        elif name in ("add", "add_any") or (name == "sub" and operand is eqn.invars[0]):
+            added[eqn.outvars[0]] = True
         elif name in jaxprs.JITS:
-            inner, place = jaxprs.functions_of(eqn)[0][0], eqn.invars.index(operands[0])
-            pairs = zip(inner.outvars, eqn.outvars, strict=True)
-            sums |= {out for v, out in pairs if v is not inner.invars[place] and _adds(inner, inner.invars[place], v)}
-    return not isinstance(after, core.Literal) and after in sums
+            inner, place = jaxprs.functions_of(eqn)[0][0], eqn.invars.index(operand)
+            for v, out in zip(inner.outvars, eqn.outvars, strict=True):
+                if _is_sum(inner, inner.invars[place], v):
+                    added[out] = True
+    return not isinstance(after, core.Literal) and added.get(after, False)

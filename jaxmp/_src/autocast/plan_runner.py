@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from jaxmp._src.autocast import repeats, roundings
+from jaxmp._src.autocast import cast_lists, repeats, roundings
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.planner import FLOAT32, WEIGHTS, Plan, Planner, Step, Value, is_repeated
 from jaxmp._src.base import compat, vmap_rules
@@ -285,8 +285,9 @@ def _saturated(number: float, dtype: Any) -> float:
 def _params(step: Step) -> dict[str, Any]:
     """The parameters of an equation that runs in another dtype."""
     params, dtype = dict(step.eqn.params), FLOAT32 if step.how == "once" else step.results[0].dtype
-    if dtype == FLOAT32 and params.get("precision", "") is None and step.group != "allow":
-        params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)  # else a GPU and a TPU round the operands
+    is_exact = cast_lists.is_short(step.eqn) or cast_lists.only_sums(step.eqn)
+    if is_exact and dtype == FLOAT32 and params["precision"] is None:  # else a GPU and a TPU round the operands
+        params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
     is_named = params.get("preferred_element_type") is not None
     if dtype in FLOATS and (is_named or ("preferred_element_type" in params and dtype == FLOAT32)):
         params["preferred_element_type"] = dtype

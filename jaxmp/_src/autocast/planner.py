@@ -179,7 +179,7 @@ class Planner:
         changed = changed or any(_is_change(step) for step in steps)
         readers, rounded = roundings.find(jaxpr, steps)
         outputs = tuple(look_up(v) for v in jaxpr.outvars)
-        key = (inputs, lists, uses.wide_outputs, uses.given)
+        key = (inputs, lists, uses.wide_outputs, uses.inputs)
         return Plan(jaxpr, tuple(steps), inputs, outputs, changed, readers, rounded, key)
 
     def _step(self, i: int, eqn: Any, operands: list[Value], lists: CastLists, uses: Uses) -> Step:

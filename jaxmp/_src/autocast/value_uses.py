@@ -34,7 +34,7 @@ class Uses(NamedTuple):
       tamed: equations whose results all end in bounded functions.
       inner: for each equation with functions inside, the answers for these.
       wide_outputs: what the caller said of the outputs.
-      given: what the caller said of the inputs.
+      inputs: what the caller said of the inputs.
     """
 
     low_inputs: tuple[bool, ...]
@@ -45,19 +45,20 @@ class Uses(NamedTuple):
     tamed: frozenset[int]
     inner: dict[int, tuple["Uses", ...]]
     wide_outputs: tuple[bool, ...]
-    given: tuple[biases.Value, ...]
+    inputs: tuple[biases.Value, ...]
 
 
 def find_uses(
-    jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...], given: tuple[biases.Value, ...] | None = None
+    jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...], inputs: tuple[biases.Value, ...] | None = None
 ) -> Uses:
     """Answers these questions for every equation of a jaxpr.
 
     `lists` hold outside of regions; `wide_outputs` says for each output whether the caller uses it in float32 only, and
-    `given` of each input what it is made of; None: they are the inputs of a whole function.
+    `inputs` of each input what it is made of; None: they are those of a whole function.
     """
-    given = tuple(biases.Value(1 << i, is_input=True) for i in range(len(jaxpr.invars))) if given is None else given
-    with_biases = biases.find(jaxpr, lists, given)
+    if inputs is None:
+        inputs = tuple(biases.Value(1 << i, is_input=True) for i in range(len(jaxpr.invars)))
+    with_biases = biases.find(jaxpr, lists, inputs)
     biased = with_biases.equations
     low: dict[Any, bool] = {}
     wide: dict[Any, bool] = {}
@@ -85,7 +86,7 @@ def find_uses(
         functions = () if cast_lists.is_linear_algebra(eqn) else jaxprs.functions_of(eqn)
         if functions and cast_lists.group_of(eqn, here) is None:
             as_wide = tuple(wide.get(v, False) for v in eqn.outvars)
-            inner[i] = _uses_of_functions(eqn, functions, here, as_wide, with_biases.given(eqn.invars))
+            inner[i] = _uses_of_functions(eqn, functions, here, as_wide, with_biases.inputs_of_call(eqn.invars))
             for atom, as_low, as_wide in _uses_of_operands(eqn, inner[i]):
                 use(atom, as_low, as_wide)
             continue
@@ -117,36 +118,39 @@ def find_uses(
         frozenset(tamed),
         inner,
         wide_outputs,
-        given,
+        inputs,
     )
 
 
 def _uses_of_functions(
-    eqn: Any, functions: Any, lists: CastLists, wide: tuple[bool, ...], given: tuple[biases.Value, ...]
+    eqn: Any, functions: Any, lists: CastLists, wide: tuple[bool, ...], operands: tuple[biases.Value, ...]
 ) -> tuple[Uses, ...]:
     through = eqn.primitive.name in jaxprs.CALLS
     return tuple(
         find_uses(jaxpr, lists, wide if through else (False,) * len(jaxpr.outvars), inputs)
-        for (jaxpr, _), inputs in zip(functions, _inputs_of_functions(eqn, given), strict=True)
+        for (jaxpr, _), inputs in zip(functions, _inputs_of_functions(eqn, operands), strict=True)
     )
 
 
-def _inputs_of_functions(eqn: Any, given: tuple[biases.Value, ...]) -> list[tuple[biases.Value, ...]]:
+def _inputs_of_functions(eqn: Any, operands: tuple[biases.Value, ...]) -> list[tuple[biases.Value, ...]]:
     """The inputs of each function in an equation; what a loop carries is computed."""
 
     def carried(first: int, last: int) -> tuple[biases.Value, ...]:
-        return tuple(v._replace(is_input=False) for v in given[first:last])
+        return tuple(v._replace(is_input=False) for v in operands[first:last])
 
     name = eqn.primitive.name
     if name == "cond":
-        return [given[1:]] * len(eqn.params["branches"])
+        return [operands[1:]] * len(eqn.params["branches"])
     if name == "while":
         first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        return [given[:first] + carried(second, len(given)), given[first:second] + carried(second, len(given))]
+        return [
+            operands[:first] + carried(second, len(operands)),
+            operands[first:second] + carried(second, len(operands)),
+        ]
     if name == "scan":
         first, count = jaxprs.scan_counts(eqn)
-        return [given[:first] + carried(first, first + count) + given[first + count :]]
-    return [given]
+        return [operands[:first] + carried(first, first + count) + operands[first + count :]]
+    return [operands]
 
 
 def _uses_of_operands(eqn: Any, inner: tuple[Uses, ...]) -> list[tuple[Any, bool, bool]]:
