@@ -205,9 +205,10 @@ def test_a_damaged_file_is_an_error_and_a_failed_save_leaves_the_old_one(tmp_pat
 
 
 def test_one_tensor_at_a_time_beside_the_arrays(tmp_path):
-    """The host's memory: that of a few leaves (jax's own copies count, and jax frees them late), of a model of 16."""
-    leaf = 2**20
-    model = {f"w{i:02}": jnp.full((leaf // 4,), float(i)) for i in range(16)}
+    """The host's memory: that of some leaves of a model of 64. jax's CPU client runs at most 32 programs behind the
+    host, and each holds its argument until it ran: on a loaded machine these copies count, too."""
+    leaf = 2**19
+    model = {f"w{i:02}": jnp.full((leaf // 4,), float(i)) for i in range(64)}
     saved = lambda: save_safetensors(tmp_path / "w", model, dtype=jnp.float32)  # noqa: E731
     loaded = lambda: load_safetensors(tmp_path / "w", model)  # noqa: E731
     for call in (saved, loaded):
@@ -216,7 +217,7 @@ def test_one_tensor_at_a_time_beside_the_arrays(tmp_path):
         found = call()
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert peak <= 8 * leaf, call
+        assert peak <= 40 * leaf, call
     assert_moved(found, model)
     theirs = safetensors.numpy.load_file(tmp_path / "w")
     assert_moved(theirs, model)
