@@ -524,7 +524,7 @@ def test_constants_among_scalars_of_16_bits_leave_them() -> None:
 
 def newton(x, stops_by):
     """The square root of the sum of a product's rows, until it is right or for ten turns."""
-    y = x @ jnp.ones((4, 1))
+    y = x @ jnp.ones((8, 1))
     turn = lambda z: 0.5 * (z + y / z)  # noqa: E731
     if stops_by == "the number":
         return jax.lax.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + 1, turn(c[1])), (0, y))[1]
@@ -554,7 +554,7 @@ def newton(x, stops_by):
 )
 def test_a_loop_that_goes_on_until_floats_converge_carries_float32(stops_by, dtype):
     """In 16 bits it would not come nearer than 2^-9, and go on for ever, or stop at another place."""
-    x = np.random.default_rng(0).uniform(0.5, 1.5, (8, 4)).astype(np.float32)
+    x = np.random.default_rng(0).uniform(0.5, 1.5, (8, 8)).astype(np.float32)
     fn = functools.partial(newton, stops_by=stops_by)
     (loop,) = (eqn for eqn in jax.make_jaxpr(jaxmp.autocast(fn, jnp.bfloat16))(x).eqns if eqn.primitive.name == "while")
     assert {v.aval.dtype.name for v in loop.outvars} - {"int32", "bool"} == {dtype}
