@@ -278,3 +278,49 @@ def test_a_layer_with_it_is_not_in_fp8(framework):
     assert {path.split("/")[0] for path in jaxmp.fp8.get_scales(params)} == {"Dense_1"}
     explained = jaxmp.explain_autocast(Net().apply, {"params": params}, x, dtype="fp8")
     assert explained.float32_matmuls() == {"Net/Dense_2": "precision=HIGHEST"}
+
+
+class _Two(nn.Module):
+    """Two layers between a first and a last one; the second is called with the highest precision."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16)(x)
+        x = nn.Dense(16)(x)
+        with jax.default_matmul_precision("highest"):
+            x = nn.Dense(16)(x)
+        return nn.Dense(16)(x)
+
+
+class _TwoOfNNX(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List(nnx.Linear(16, 16, rngs=rngs) for _ in range(4))
+
+    def __call__(self, x):
+        x = self.layers[1](self.layers[0](x))
+        with jax.default_matmul_precision("highest"):
+            x = self.layers[2](x)
+        return self.layers[3](x)
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_a_layer_that_is_called_with_it_is_not_in_fp8(framework):
+    """Where it is the default around the whole, fp8 layers are in fp8."""
+    x = jnp.ones((16, 16))
+    if framework == "linen":
+        init = jaxmp.autocast(_Two().init, "fp8")
+        params = init(jax.random.key(0), x)
+        assert {path.split("/")[1] for path in jaxmp.fp8.get_scales(params)} == {"Dense_1"}
+        with jax.default_matmul_precision("highest"):
+            around = init(jax.random.key(0), x)
+            assert {path.split("/")[1] for path in jaxmp.fp8.get_scales(around)} == {"Dense_1", "Dense_2"}
+        explained = jaxmp.explain_autocast(_Two().apply, params, x, dtype="fp8")
+        assert explained.float32_matmuls() == {"_Two/Dense_2": "precision=HIGHEST"}
+        return
+    model = _TwoOfNNX(nnx.Rngs(0))
+    assert jaxmp.nnx.to_fp8(model) == ["layers/1", "layers/2"]
+    explained = jaxmp.explain_autocast(lambda m, x: m(x), model, x, dtype="fp8")
+    assert list(explained.float32_matmuls().values()) == ["precision=HIGHEST"]
+    with jax.default_matmul_precision("highest"):
+        explained = jaxmp.explain_autocast(lambda m, x: m(x), model, x, dtype="fp8")
+    assert not explained.float32_matmuls()

@@ -59,6 +59,21 @@ def windows(h: Any, n: int) -> Any:
 
 
 N = np.arange  # of rows and places
+TURN = np.float32([[0.0, 1.0], [-1.0, 0.0]])
+
+
+def over(body: Any, h: Any, start: Any = lambda c: c) -> Any:
+    """What a scan over columns carries in the end, from the first one on."""
+    return lax.scan(body, start(h[:, 0]), h[:, 1:].T)[0]
+
+
+@jax.custom_vjp
+def _added(c: Any, x: Any) -> Any:
+    return c + x
+
+
+_added.defvjp(lambda c, x: (c + x, None), lambda _, g: (g, g))
+
 SUMS: dict[str, Any] = {
     # over windows
     "reduce_window": lambda h, n: lax.reduce_window(h, 0.0, lax.add, (1, n), (1, 1), "VALID"),
@@ -91,6 +106,19 @@ SUMS: dict[str, Any] = {
     "two sums in a scan": lambda h, n: lax.scan(
         lambda c, x: ((c[0] + x, c[1] + x * x), None), (h[:, 0], h[:, 0]), h[:, 1:].T
     )[0][0],
+    "scan of a checkpointed body": lambda h, n: over(jax.checkpoint(lambda c, x: (c + x, None)), h),
+    "scan of a body with its own derivative": lambda h, n: over(lambda c, x: (_added(c, x), None), h),
+    "a sum of some": lambda h, n: over(lambda c, x: (jnp.where(x > 1, c + x, c), None), h),
+    "a sum in a branch": lambda h, n: over(
+        lambda c, x: (lax.cond(x[0] > 1, lambda: jnp.clip(c + x, 0, 1e5), lambda: c), None), h
+    ),
+    "sums that a loop moves": lambda h, n: over(
+        lambda c, x: ((c[1], jnp.roll(c[0].at[:4].add(x[:4]), 2)), None), h, lambda c: (c, c)
+    )[0],
+    "a state that is turned": lambda h, n: over(lambda c, x: ((c.reshape(4, 2) @ TURN).reshape(8) + x, None), h),
+    "what a checkpointed body hands on": lambda h, n: lax.scan(
+        jax.checkpoint(lambda c, i: (c, c * i)), h[:, 0], jnp.arange(n) % 2 + 1.0
+    )[1],
     "what all turns read": lambda h, n: lax.scan(lambda c, i: (c, h[:, 0] * i), 0.0, jnp.arange(n) % 2 + 1.0)[1],
     # of what was scattered, gathered, repeated
     "scatter to zeros": lambda h, n: jnp.zeros(2).at[N(n) % 2].add(h[0]),
@@ -103,6 +131,7 @@ SUMS: dict[str, Any] = {
     "take": lambda h, n: jnp.take(h, N(n) % 2, axis=1),
     "take_along_axis": lambda h, n: jnp.take_along_axis(h, jnp.zeros((8, n), int), 1),
     "broadcast": lambda h, n: jnp.broadcast_to(h[:, :4, None], (8, 4, n)),
+    "tile": lambda h, n: jnp.tile(h[:, :2], (1, n)),
     "repeat": lambda h, n: jnp.repeat(h[:, :2], n, axis=1),
     "a sum with one of each row": lambda h, n: lax.stop_gradient(h) + h[:, :1],
     "a product with one of each row": lambda h, n: lax.stop_gradient(h) * h[:, :1],
@@ -163,21 +192,70 @@ def test_an_average_of_windows_has_the_dtype_of_what_it_averages(dtype):
     assert [y.dtype for y in out] == [dtype, jnp.float32, dtype, dtype, jnp.float32]
 
 
-def test_what_a_loop_carries_is_a_sum_only_if_it_only_adds():
-    """A stream, a state that decays, and one that is only moved stay in 16 bits; a sum beside them does not."""
+@jax.custom_vjp
+def _reversed_gradient(c):
+    return c
+
+
+_reversed_gradient.defvjp(lambda c: (c, None), lambda _, g: (-g,))
+
+
+def test_what_a_loop_computes_without_a_product_is_float32():
+    """A stream, and what is only moved, keep their 16 bits; what is computed beside them does not."""
     w = jnp.eye(8)
-    bodies = {
+    low = {
         "a stream": lambda c, x: (c + jnp.tanh(c @ w), x),
-        "a state that decays": lambda c, x: (0.5 * c + x, x),
-        "a state that is moved": lambda c, x: (c.T.reshape(8, 8), x),
-        "a state that is kept": lambda c, x: (c, x),
+        "a stream in a function": lambda c, x: (jax.checkpoint(lambda c: c + jax.nn.relu(c @ w))(c), x),
+        "a state of two": lambda c, x: ((c[1], c[0] + c[0] @ w), x),
+        "moved": lambda c, x: (c.T.reshape(8, 8), x),
+        "a buffer": lambda c, x: (c.at[0].set(x[0] + 1), x),
+        "the largest": lambda c, x: (jnp.maximum(c, x), x),
+        "the last of some": lambda c, x: (jnp.where(x > 0, x, c), x),
+        "kept": lambda c, x: (c, x),
+        "kept by a function": lambda c, x: (jax.checkpoint(lambda c: c)(c), x),
+    }
+    wide = {
         "a sum": lambda c, x: (x + c, x),
         "a sum of several": lambda c, x: (jax.jit(jnp.add)(c + x, x * x) - x, x),
+        "a sum of what a stream makes": lambda c, x: (c + jnp.tanh(x @ w), x),
+        "a state that decays": lambda c, x: (0.5 * c + x, x),
+        "a product": lambda c, x: (c * 1.001, x),
+        "a sum beside a product of another": lambda c, x: (lax.scan(lambda d, y: (d + y, y @ w), c, x[None])[0], x),
     }
-    for name, body in bodies.items():
-        run = jaxmp.autocast(lambda x, body=body: lax.scan(body, x @ w, jnp.stack([x @ w] * 3))[0], jnp.bfloat16)
-        expected = jnp.float32 if name.startswith("a sum") else jnp.bfloat16
-        assert jax.eval_shape(run, jnp.ones((8, 8))).dtype == expected, name
+    for bodies, dtype in ((low, jnp.bfloat16), (wide, jnp.float32)):
+        for name, body in bodies.items():
+
+            def fn(x, body=body, name=name):
+                start = (x @ w, x @ w) if name == "a state of two" else x @ w
+                return lax.scan(body, start, jnp.stack([x @ w] * 3))[0]
+
+            out = jax.eval_shape(jaxmp.autocast(fn, jnp.bfloat16), jnp.ones((8, 8)))
+            assert {y.dtype for y in jax.tree.leaves(out)} == {jnp.dtype(dtype)}, name
+
+
+@both_dtypes
+def test_a_running_average_follows_what_it_averages(dtype):
+    """It starts from what a product returned. In bfloat16 it would stay where it started."""
+    x = exact_numbers((8, 1)) * np.asarray(jnp.linspace(0.5, 1.5, 800).astype(jnp.bfloat16), np.float32)
+
+    def fn(x):
+        return over(lambda c, y: (0.99 * c + 0.01 * y, None), in_16_bits(x)).sum()
+
+    run = jaxmp.autocast(fn, dtype)
+    value, grad = jax.jit(jax.value_and_grad(lambda x: run(x).astype(jnp.float32)))(x)
+    expected, expected_grad = jax.jit(jax.value_and_grad(fn))(x)
+    np.testing.assert_allclose(value, expected, rtol=2**-8)  # x and 0.01 * y are of 16 bits
+    np.testing.assert_allclose(grad, expected_grad, rtol=2**-7, atol=1e-5)
+
+
+def test_what_a_loop_hands_on_keeps_a_derivative_of_its_own():
+    def fn(x):
+        carry, out = lax.scan(lambda c, i: (_reversed_gradient(c), c * i), (x @ jnp.eye(8))[0], jnp.ones(3))
+        return carry.sum() + out.sum()
+
+    x = jnp.ones((1, 8))
+    grad = jax.grad(jaxmp.autocast(fn, jnp.bfloat16))(x)
+    np.testing.assert_array_equal(grad, jax.grad(fn)(x))
 
 
 @pytest.mark.thorough(1)

@@ -20,7 +20,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmp._src.autocast import dtype_readers, value_uses
+from jaxmp._src.autocast import dtype_readers, loop_sums, value_uses
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.plan_runner import PlanRunner, cast
 from jaxmp._src.autocast.planner import FLOAT32, WEIGHTS, Plan, Planner, Step, Value, value_of_array
@@ -150,11 +150,13 @@ def _scan(runner: PlanRunner, step: Step, operands: list[Any], wide: _Beside) ->
     _, closed = jaxprs.functions_of(step.eqn)[0]
     n_consts, n_carry = jaxprs.scan_counts(step.eqn)
     consts = operands[:n_consts]
+    passed = loop_sums.passed(plan.jaxpr, n_consts, n_carry)
 
     def body(carry: Any, scanned_and_wide: Any) -> Any:
         scanned, wide = scanned_and_wide
         out = _cast_all(runner.run(plan, closed, (*consts, *carry, *scanned), wide), step.results)
-        return tuple(out[:n_carry]), tuple(out[n_carry:])
+        # What the body passes on is what came, in the dtype in which it came: jax then reads it as a constant.
+        return tuple(carry[i] if i in passed else x for i, x in enumerate(out[:n_carry])), tuple(out[n_carry:])
 
     carry, stacked = lax.scan(
         body,
@@ -165,7 +167,7 @@ def _scan(runner: PlanRunner, step: Step, operands: list[Any], wide: _Beside) ->
         unroll=params["unroll"],
         _split_transpose=params.get("_split_transpose", False),
     )
-    return [*carry, *stacked]
+    return _cast_all([*carry, *stacked], step.results)
 
 
 def _shard_map(runner: PlanRunner, step: Step, operands: list[Any], wide: _Beside) -> list[Any]:

@@ -1,17 +1,19 @@
 """Sums over the iterations of a loop: in float32, as in bfloat16 a sum of ones ends at 256.
 
-    jax.lax.scan(lambda c, x: (c + x, None), xs[0], xs[1:])      what is added to c does not depend on it
-    jax.lax.associative_scan(jnp.add, xs)                        runs as it was written
-
-(A stream to which each layer adds what it makes of it is no such sum.)
+jax.lax.scan(lambda c, x: (c + x, None), xs[0], xs[1:])                 a sum
+jax.lax.scan(lambda c, x: (0.99 * c + 0.01 * x, None), xs[0], xs[1:])   is one, too: computed without a matmul
+jax.lax.scan(lambda h, w: (h + f(h @ w), None), h, ws)                  the stream of a net: it keeps its dtype
+jax.lax.scan(lambda c, x: (c.at[0].set(x), None), c, xs)                moved, not computed: it keeps its dtype
+jax.lax.associative_scan(jnp.add, xs)                                   runs as it was written
 """
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
 
-from jaxmp._src.autocast import regions, stand_ins
+from jaxmp._src.autocast import cast_lists, regions, stand_ins
 from jaxmp._src.autocast.cast_lists import OFF, CastLists
 from jaxmp._src.programs import jaxprs
 
@@ -30,34 +32,107 @@ class _AssociativeScan(stand_ins.StandIn):
 
 FUNCTIONS = (stand_ins.Function(jax.lax, _ASSOCIATIVE_SCAN, _AssociativeScan, in_jax=False),)
 
-_SAME = jaxprs.REARRANGES | jaxprs.HANDS_ON | {"convert_element_type"}
+_MOVES = cast_lists.MOVES | cast_lists.EACH_ITS_OWN | jaxprs.REARRANGES | jaxprs.HANDS_ON | {"convert_element_type"}
+_ARITHMETIC = (cast_lists.FORCE_FP32 | cast_lists.WIDEST) - _MOVES
 
 
 def find(body: Any, first: int, count: int) -> frozenset[int]:
-    """Which of `count` carried values, the inputs of a body from `first` on and its first results, are sums."""
-    pairs = zip(body.invars[first : first + count], body.outvars[:count], strict=True)
-    return frozenset(i for i, (before, after) in enumerate(pairs) if _is_sum(body, before, after))
+    """Which of `count` carried values, the inputs of a body from `first` on and its first results, are sums.
+
+    Carried values that are made of one another are one: of two that a loop swaps, each is a sum if one is.
+    """
+    paths = [_Paths(*(m >> first & (1 << count) - 1 for m in p)) for p in _paths(body)[:count]]
+    reached = [p.all for p in paths]
+    for k in range(count):
+        reached = [r | reached[k] if r >> k & 1 else r for r in reached]
+    sums = set()
+    for i in range(count):
+        circle = [k for k in range(count) if reached[i] >> k & 1 and reached[k] >> i & 1]
+        within = sum(1 << k for k in circle)
+        if any(paths[k].computed & within for k in circle) and not any(paths[k].product & within for k in circle):
+            sums.add(i)
+    return frozenset(sums)
 
 
-def _is_sum(jaxpr: Any, before: Any, after: Any) -> bool:
-    """Whether a result of a function is an input and what was added to it."""
-    depends = {before}
-    added = {before: False}  # of the input, moved or not and with something added or not: whether something was
+def passed(body: Any, first: int, count: int) -> frozenset[int]:
+    """Which of these carried values a body returns as they came: it reads them in each turn, as it reads constants."""
+    return frozenset(i for i, v in enumerate(body.outvars[:count]) if _origin(body, v) == first + i)
+
+
+class _Paths(NamedTuple):
+    """The inputs that a value is made of, as the bits of an int.
+
+    Attributes:
+      all: all of them; others are only moved or selected on the way.
+      computed: those that an operation computes with on the way.
+      product: of these, those that a matmul or convolution takes, or an operation of which autocast knows nothing.
+    """
+
+    all: int = 0
+    computed: int = 0
+    product: int = 0
+
+
+def _paths(jaxpr: Any) -> list[_Paths]:
+    """What each result of a function is made of."""
+    found = {v: _Paths(1 << i) for i, v in enumerate(jaxpr.invars)}
+
+    def look_up(atom: Any) -> _Paths:
+        is_float = getattr(atom.aval, "dtype", None) in cast_lists.FLOATS
+        return found.get(atom, _Paths()) if is_float and not isinstance(atom, core.Literal) else _Paths()
+
     for eqn in jaxpr.eqns:
-        operands = [v for v in eqn.invars if not isinstance(v, core.Literal) and v in depends]
-        if not operands:
-            continue
-        depends |= set(eqn.outvars)
-        name, operand = eqn.primitive.name, operands[0]
-        if operand not in added or len(operands) > 1:
-            continue
-        if name in _SAME:
-            added[eqn.outvars[0]] = added[operand]
-        elif name in ("add", "add_any") or (name == "sub" and operand is eqn.invars[0]):
-            added[eqn.outvars[0]] = True
-        elif name in jaxprs.JITS:
-            inner, place = jaxprs.functions_of(eqn)[0][0], eqn.invars.index(operand)
-            for v, out in zip(inner.outvars, eqn.outvars, strict=True):
-                if _is_sum(inner, inner.invars[place], v):
-                    added[out] = True
-    return not isinstance(after, core.Literal) and added.get(after, False)
+        found |= zip(eqn.outvars, _through(eqn, [look_up(v) for v in eqn.invars]), strict=True)
+    return [look_up(v) for v in jaxpr.outvars]
+
+
+def _through(eqn: Any, operands: list[_Paths]) -> list[_Paths]:
+    name, functions = eqn.primitive.name, jaxprs.functions_of(eqn)
+    if functions and (name in jaxprs.CALLS or name in ("cond", "shard_map")):
+        given = operands[len(operands) - len(functions[0][0].invars) :]  # a branch does not get the index
+        return [
+            functools.reduce(_joined, map(_after, paths, [given] * len(paths)))
+            for paths in zip(*(_paths(f) for f, _ in functions), strict=True)
+        ]
+    inside = [e for f, _ in functions for e in jaxprs.equations(f)]
+    made_of = functools.reduce(_joined, operands, _Paths())
+    if any(map(_is_product, inside or [eqn])):
+        made_of = _Paths(made_of.all, made_of.all, made_of.all)
+    elif name not in _MOVES:
+        made_of = _Paths(made_of.all, made_of.all, made_of.product)
+    return [made_of] * len(eqn.outvars)
+
+
+def _is_product(eqn: Any) -> bool:
+    is_known = eqn.primitive.name in _MOVES or eqn.primitive.name in _ARITHMETIC
+    return not (is_known or jaxprs.functions_of(eqn) or cast_lists.is_short(eqn))
+
+
+def _joined(a: _Paths, b: _Paths) -> _Paths:
+    return _Paths(*(x | y for x, y in zip(a, b, strict=True)))
+
+
+def _after(paths: _Paths, operands: list[_Paths]) -> _Paths:
+    """What a function's result is made of, where the function gets these operands."""
+    made_of = _Paths()
+    for i, v in enumerate(operands):
+        computed = v.all if paths.computed >> i & 1 else v.computed
+        product = v.all if paths.product >> i & 1 else v.product
+        if paths.all >> i & 1:
+            made_of = _joined(made_of, _Paths(v.all, computed, product))
+    return made_of
+
+
+def _origin(jaxpr: Any, atom: Any) -> int | None:
+    """The number of the input that a result of a function is, through the functions that it calls."""
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    while not isinstance(atom, core.Literal) and atom in made:
+        eqn = made[atom]
+        if eqn.primitive.name not in jaxprs.CALLS - jaxprs.WITH_OWN_DERIVATIVE:
+            return None
+        inner = jaxprs.functions_of(eqn)[0][0]
+        i = _origin(inner, inner.outvars[eqn.outvars.index(atom)])
+        if i is None:
+            return None
+        atom = eqn.invars[i]
+    return None if isinstance(atom, core.Literal) or atom not in jaxpr.invars else jaxpr.invars.index(atom)

@@ -254,8 +254,10 @@ class Planner:
         uses = uses or (None,) * len(functions)
         plan_call = {"scan": self._scan, "while": self._while, "cond": self._cond}.get(eqn.primitive.name, self._inside)
         casts, inner, results = plan_call(eqn, operands, lists, functions, uses)
-        sums = eqn.primitive.name == "scan" and any(map(_is_low, operands[: jaxprs.scan_counts(eqn)[0]]))
-        if not sums and not any(p.changed for p in inner):
+        widened = eqn.primitive.name == "scan" and any(
+            _is_low(v) and dtype == FLOAT32 for v, dtype in zip(operands, casts, strict=True)
+        )
+        if not widened and not any(p.changed for p in inner):
             step = written(eqn, lists, group or "written")
             origins = [v._replace(computed=result.computed) for v, result in zip(step.results, results, strict=True)]
             return step._replace(results=tuple(origins), inner=tuple(inner))
@@ -312,13 +314,15 @@ class Planner:
         results = [*carry, *(v._replace(votes=True, const=None) for v in plan.outputs[n_carry:])]
         results = [v._replace(computed=True) for v in results]
         # What every iteration reads in 16 bits enters in float32, and the body casts it back: so does its gradient.
-        read = [FLOAT32 if _is_low(v) else v.dtype for v in consts]
-        return [*read, *(v.dtype for v in (*carry, *scanned))], [plan], results
+        passed = loop_sums.passed(functions[0][0], n_consts, n_carry)
+        reads = [*([True] * n_consts), *(i in passed for i in range(n_carry)), *([False] * len(scanned))]
+        pairs = zip((*consts, *carry, *scanned), reads, strict=True)
+        return [FLOAT32 if read and _is_low(v) else v.dtype for v, read in pairs], [plan], results
 
 
 def _carried(values: list[Value], body: Any, first: int) -> list[Value]:
     """The first values of what a loop carries, inputs of `body` from `first` on: in float32 those that are sums."""
-    added = loop_sums.find(body, first, len(values))
+    added = loop_sums.find(body, first, len(values)) if any(map(_is_low, values)) else ()
     return [
         v._replace(const=None, made_of=DATA, summed=None, dtype=FLOAT32 if i in added and _is_low(v) else v.dtype)
         for i, v in enumerate(values)
@@ -413,7 +417,7 @@ def is_repeated(eqn: Any, i: int) -> bool:
     name = eqn.primitive.name
     if name == "gather":
         return i == 0
-    if name not in ("broadcast_in_dim", "add", "sub", "mul") or isinstance(eqn.invars[i], core.Literal):
+    if name not in ("broadcast_in_dim", "tile", "add", "sub", "mul") or isinstance(eqn.invars[i], core.Literal):
         return False
     return eqn.invars[i].aval.size < eqn.outvars[0].aval.size
 

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -18,16 +19,24 @@ from jaxmp._src.fp8 import (
     told,
 )
 from jaxmp._src.fp8.gated_mlp import GatedScales
+from jaxmp._src.programs import jaxprs
 
 
 def is_enabled() -> bool:
     """Whether fp8 layers that are traced here run in fp8.
 
+    They do not in `with jax.default_matmul_precision("highest")` inside of a region of fp8: a product that must be
+    exact. Around a region, it says how exact the products in float32 are.
+
     Example:
       >>> is_enabled()
       True
     """
-    return ambient.FP8_ENABLED.value
+    region = ambient.now().fp8_layers
+    is_exact = (
+        region is not None and not region.is_highest and jaxprs.is_highest(jax.config.jax_default_matmul_precision)
+    )
+    return ambient.FP8_ENABLED.value and not is_exact
 
 
 def switched(enabled: bool) -> contextlib.AbstractContextManager[Any]:
