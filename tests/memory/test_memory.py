@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as
 import jaxmp
 import train
 from benchmarks.h100 import memory as benchmark, peaks
-from benchmarks.programs import memory as memory_programs, peaks as peaks_programs
+from benchmarks.programs import memory as memory_programs
 from jaxmp import memory
 from jaxmp._src.memory import measured as measured_lib
 
@@ -472,23 +472,6 @@ COUNTS_SINCE = 8  # bytes of counts that the state got after the comparison was 
 
 
 @pytest.mark.thorough(0)
-def test_plans_are_those_that_were_held_against_an_h100():
-    """The recorded comparison: made by benchmarks/h100/memory.py, which compiles for the H100."""
-    results = json.loads(benchmark.BENCHMARK.results.read_text())
-    rows = {(row["model"], row["precision"]): row for row in results["rows"]}
-    assert {("examples/train.py", p) for p in ("fp32", "bf16", "fp16", "fp8", "bf16+8bit")} < rows.keys()
-    for row in rows.values():
-        assert benchmark.missed(row) == row["missed"] == []
-    sample = memory_programs.example("bf16"), memory_programs.example("fp8"), memory_programs.gpt2("bf16+remat")
-    for case in sample:
-        planned, row = case.plan(), rows[case.model, case.precision]
-        assert 0 <= planned.stored + planned.batch - row["state"] <= COUNTS_SINCE
-        assert planned.gradients == row["gradients"]
-        temp = planned.peak - planned.stored - planned.batch
-        assert abs(temp / row["temp_h100"] - 1) < benchmark.NEAR
-
-
-@pytest.mark.thorough(0)
 def test_every_plan_is_that_which_was_held_against_an_h100():
     rows = json.loads(benchmark.BENCHMARK.results.read_text())["rows"]
     for case, row in zip(memory_programs.cases(), rows, strict=True):
@@ -568,15 +551,6 @@ def test_the_range_of_a_peak_holds_for_every_step_that_was_compiled():
         assert row["missed"] == []
 
 
-@pytest.mark.thorough(0)
-def test_every_peak_is_that_which_was_held_against_an_h100_with_its_range():
-    rows = json.loads(peaks.BENCHMARK.results.read_text())["rows"]
-    for (kind, case), row in zip(peaks_programs.cases(), rows, strict=True):
-        planned = case.plan()
-        assert (kind, case.model, case.precision) == (row["rules"], row["model"], row["precision"])
-        assert planned.peak == row["peak"] and [*planned.peak_range] == row["peak_range"]
-
-
 def xlas_peak(step, *arguments):
     found = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile().memory_analysis()
     unplaced = max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
@@ -601,6 +575,7 @@ def test_a_compiled_plan_has_the_peak_of_the_step(policy, accumulate):
         else:
             scale = opt_state if policy else jaxmp.mixed_precision(optax.sgd(1.0), "fp32").init(params)
             _, grads = jaxmp.value_and_grad(loss_fn, policy=policy, accumulate=accumulate)(params, x, opt_state=scale)
+            grads = grads if policy else jaxmp.unscale(grads, scale)
         return jaxmp.apply_gradients(tx, grads, opt_state, params)
 
     stored = jax.eval_shape(jaxmp.get_policy(name).cast_to_param, params)
