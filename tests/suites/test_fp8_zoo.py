@@ -400,6 +400,8 @@ def fp8_gemms(jaxpr):
     count = 0
     for eqn in jaxpr.eqns:
         dtypes = [v.aval.dtype.name for v in eqn.invars[:2] if hasattr(v.aval, "dtype")]
-        is_gemm = eqn.primitive.name in MATMULS and all(name.startswith("float8") for name in dtypes)
-        count += is_gemm + sum(fp8_gemms(inner) for inner, _ in jaxprs.functions_of(eqn))
+        # A ragged product is one by platform: a kernel, or a product of the same fp8 numbers in bfloat16.
+        is_product = eqn.primitive.name in MATMULS | {jaxprs.BY_PLATFORM}
+        is_gemm = is_product and all(name.startswith("float8") for name in dtypes)
+        count += 1 if is_gemm else sum(fp8_gemms(inner) for inner, _ in jaxprs.functions_of(eqn))
     return count
