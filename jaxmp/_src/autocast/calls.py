@@ -20,7 +20,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmp._src.autocast import dtype_readers, loop_sums, value_uses
+from jaxmp._src.autocast import dtype_readers, value_uses
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.plan_runner import PlanRunner, cast
 from jaxmp._src.autocast.planner import FLOAT32, WEIGHTS, Plan, Planner, Step, Value, value_of_array
@@ -150,13 +150,15 @@ def _scan(runner: PlanRunner, step: Step, operands: list[Any], wide: _Beside) ->
     _, closed = jaxprs.functions_of(step.eqn)[0]
     n_consts, n_carry = jaxprs.scan_counts(step.eqn)
     consts = operands[:n_consts]
-    passed = loop_sums.passed(plan.jaxpr, n_consts, n_carry)
+    enters = step.operands[n_consts : n_consts + n_carry]
+    is_passed = [dtype == FLOAT32 != v.dtype for dtype, v in zip(enters, step.results[:n_carry], strict=True)]
 
     def body(carry: Any, scanned_and_wide: Any) -> Any:
         scanned, wide = scanned_and_wide
         out = _cast_all(runner.run(plan, closed, (*consts, *carry, *scanned), wide), step.results)
-        # What the body passes on is what came, in the dtype in which it came: jax then reads it as a constant.
-        return tuple(carry[i] if i in passed else x for i, x in enumerate(out[:n_carry])), tuple(out[n_carry:])
+        # What the body passes on is what came, in float32, and not what it cast: jax then reads it as a constant.
+        new = [old if same else x for same, old, x in zip(is_passed, carry, out[:n_carry], strict=True)]
+        return tuple(new), tuple(out[n_carry:])
 
     carry, stacked = lax.scan(
         body,

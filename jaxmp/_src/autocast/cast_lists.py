@@ -245,7 +245,7 @@ def names_precision(eqn: Any, lists: "CastLists") -> bool:
 
 def at_call(lists: "CastLists") -> "CastLists":
     """The lists for a function that is called here, perhaps with the highest precision as the default."""
-    return lists._replace(highest_asks=not jaxprs.is_highest(jax.config.jax_default_matmul_precision))
+    return lists._replace(highest_asks=not jaxprs.default_is_highest())
 
 
 def returns_float32(eqn: Any, lists: "CastLists") -> bool:

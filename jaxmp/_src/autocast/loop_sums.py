@@ -1,13 +1,16 @@
 """Sums over the iterations of a loop: in float32, as in bfloat16 a sum of ones ends at 256.
 
-jax.lax.scan(lambda c, x: (c + x, None), xs[0], xs[1:])                 a sum
-jax.lax.scan(lambda c, x: (0.99 * c + 0.01 * x, None), xs[0], xs[1:])   is one, too: computed without a matmul
-jax.lax.scan(lambda h, w: (h + f(h @ w), None), h, ws)                  the stream of a net: it keeps its dtype
-jax.lax.scan(lambda c, x: (c.at[0].set(x), None), c, xs)                moved, not computed: it keeps its dtype
-jax.lax.associative_scan(jnp.add, xs)                                   runs as it was written
+    jax.lax.scan(lambda c, x: (c + x, None), xs[0], xs[1:])                 a sum
+    jax.lax.scan(lambda c, x: (0.99 * c + 0.01 * x, None), xs[0], xs[1:])   is one, too: computed without a matmul
+    jax.lax.scan(lambda h, w: (h + f(h @ w), None), h, ws)                  no sum: the stream of a net
+    jax.lax.scan(lambda c, x: (c.at[0].set(x), None), c, xs)                no sum: moved, not computed
+    jax.lax.associative_scan(jnp.add, xs)                                   runs as it was written
+
+What is no sum keeps its dtype.
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +35,7 @@ class _AssociativeScan(stand_ins.StandIn):
 
 FUNCTIONS = (stand_ins.Function(jax.lax, _ASSOCIATIVE_SCAN, _AssociativeScan, in_jax=False),)
 
-_MOVES = cast_lists.MOVES | cast_lists.EACH_ITS_OWN | jaxprs.REARRANGES | jaxprs.HANDS_ON | {"convert_element_type"}
+_MOVES = cast_lists.MOVES | cast_lists.EACH_ITS_OWN | jaxprs.HANDS_ON | {"convert_element_type"}
 _ARITHMETIC = (cast_lists.FORCE_FP32 | cast_lists.WIDEST) - _MOVES
 
 
@@ -56,7 +59,7 @@ def find(body: Any, first: int, count: int) -> frozenset[int]:
 
 def passed(body: Any, first: int, count: int) -> frozenset[int]:
     """Which of these carried values a body returns as they came: it reads them in each turn, as it reads constants."""
-    return frozenset(i for i, v in enumerate(body.outvars[:count]) if _origin(body, v) == first + i)
+    return frozenset(i for i, origin in enumerate(_origins(body)[:count]) if origin == first + i)
 
 
 class _Paths(NamedTuple):
@@ -71,6 +74,15 @@ class _Paths(NamedTuple):
     all: int = 0
     computed: int = 0
     product: int = 0
+
+    def through_arithmetic(self) -> "_Paths":
+        return _Paths(self.all, self.all, self.product)
+
+    def through_a_product(self) -> "_Paths":
+        return _Paths(self.all, self.all, self.all)
+
+    def with_those_of(self, other: "_Paths") -> "_Paths":
+        return _Paths(*(x | y for x, y in zip(self, other, strict=True)))
 
 
 def _paths(jaxpr: Any) -> list[_Paths]:
@@ -87,19 +99,18 @@ def _paths(jaxpr: Any) -> list[_Paths]:
 
 
 def _through(eqn: Any, operands: list[_Paths]) -> list[_Paths]:
+    """What each result of an equation is made of."""
     name, functions = eqn.primitive.name, jaxprs.functions_of(eqn)
-    if functions and (name in jaxprs.CALLS or name in ("cond", "shard_map")):
+    if name in jaxprs.CALLS or name in ("cond", "shard_map"):
         given = operands[len(operands) - len(functions[0][0].invars) :]  # a branch does not get the index
-        return [
-            functools.reduce(_joined, map(_after, paths, [given] * len(paths)))
-            for paths in zip(*(_paths(f) for f, _ in functions), strict=True)
-        ]
-    inside = [e for f, _ in functions for e in jaxprs.equations(f)]
-    made_of = functools.reduce(_joined, operands, _Paths())
+        by_function = [[_after(p, given) for p in _paths(function)] for function, _ in functions]
+        return [_of_any(results) for results in zip(*by_function, strict=True)]
+    inside = [e for function, _ in functions for e in jaxprs.equations(function)]
+    made_of = _of_any(operands)
     if any(map(_is_product, inside or [eqn])):
-        made_of = _Paths(made_of.all, made_of.all, made_of.all)
+        made_of = made_of.through_a_product()
     elif name not in _MOVES:
-        made_of = _Paths(made_of.all, made_of.all, made_of.product)
+        made_of = made_of.through_arithmetic()
     return [made_of] * len(eqn.outvars)
 
 
@@ -108,31 +119,33 @@ def _is_product(eqn: Any) -> bool:
     return not (is_known or jaxprs.functions_of(eqn) or cast_lists.is_short(eqn))
 
 
-def _joined(a: _Paths, b: _Paths) -> _Paths:
-    return _Paths(*(x | y for x, y in zip(a, b, strict=True)))
+def _of_any(values: Iterable[_Paths]) -> _Paths:
+    return functools.reduce(_Paths.with_those_of, values, _Paths())
 
 
 def _after(paths: _Paths, operands: list[_Paths]) -> _Paths:
     """What a function's result is made of, where the function gets these operands."""
     made_of = _Paths()
-    for i, v in enumerate(operands):
-        computed = v.all if paths.computed >> i & 1 else v.computed
-        product = v.all if paths.product >> i & 1 else v.product
-        if paths.all >> i & 1:
-            made_of = _joined(made_of, _Paths(v.all, computed, product))
+    for i, operand in enumerate(operands):
+        if paths.product >> i & 1:
+            made_of = made_of.with_those_of(operand.through_a_product())
+        elif paths.computed >> i & 1:
+            made_of = made_of.with_those_of(operand.through_arithmetic())
+        elif paths.all >> i & 1:
+            made_of = made_of.with_those_of(operand)
     return made_of
 
 
-def _origin(jaxpr: Any, atom: Any) -> int | None:
-    """The number of the input that a result of a function is, through the functions that it calls."""
-    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    while not isinstance(atom, core.Literal) and atom in made:
-        eqn = made[atom]
-        if eqn.primitive.name not in jaxprs.CALLS - jaxprs.WITH_OWN_DERIVATIVE:
-            return None
-        inner = jaxprs.functions_of(eqn)[0][0]
-        i = _origin(inner, inner.outvars[eqn.outvars.index(atom)])
-        if i is None:
-            return None
-        atom = eqn.invars[i]
-    return None if isinstance(atom, core.Literal) or atom not in jaxpr.invars else jaxpr.invars.index(atom)
+def _origins(jaxpr: Any) -> list[int | None]:
+    """Of each result of a function the number of the input that it is, through the functions that it calls."""
+    found: dict[Any, int | None] = {v: i for i, v in enumerate(jaxpr.invars)}
+
+    def look_up(atom: Any) -> int | None:
+        return None if isinstance(atom, core.Literal) else found.get(atom)
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in jaxprs.CALLS - jaxprs.WITH_OWN_DERIVATIVE:
+            inner = _origins(jaxprs.functions_of(eqn)[0][0])
+            pairs = zip(eqn.outvars, inner, strict=True)
+            found |= {v: look_up(eqn.invars[i]) for v, i in pairs if i is not None}
+    return [look_up(v) for v in jaxpr.outvars]

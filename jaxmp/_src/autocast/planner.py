@@ -314,7 +314,7 @@ class Planner:
         results = [*carry, *(v._replace(votes=True, const=None) for v in plan.outputs[n_carry:])]
         results = [v._replace(computed=True) for v in results]
         # What every iteration reads in 16 bits enters in float32, and the body casts it back: so does its gradient.
-        passed = loop_sums.passed(functions[0][0], n_consts, n_carry)
+        passed = loop_sums.passed(functions[0][0], n_consts, n_carry) if any(map(_is_low, carry)) else ()
         reads = [*([True] * n_consts), *(i in passed for i in range(n_carry)), *([False] * len(scanned))]
         pairs = zip((*consts, *carry, *scanned), reads, strict=True)
         return [FLOAT32 if read and _is_low(v) else v.dtype for v, read in pairs], [plan], results

@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -33,9 +32,7 @@ def is_enabled() -> bool:
       True
     """
     region = ambient.now().fp8_layers
-    is_exact = (
-        region is not None and not region.is_highest and jaxprs.is_highest(jax.config.jax_default_matmul_precision)
-    )
+    is_exact = region is not None and not region.is_highest and jaxprs.default_is_highest()
     return ambient.FP8_ENABLED.value and not is_exact
 
 

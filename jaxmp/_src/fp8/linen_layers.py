@@ -225,7 +225,7 @@ class _Interceptor:
 
     def __init__(self, rule: chosen_layers.Rule):
         self.rule = rule
-        self.is_highest = jaxprs.is_highest(jax.config.jax_default_matmul_precision)  # around the region
+        self.is_highest = jaxprs.default_is_highest()  # around the region
         self.ends: Mapping[str, str] = {}  # of the model that is running
         self.holders: Collection[str] | None = None  # the layers of this model that hold scales, if they are known
         self.is_running = False

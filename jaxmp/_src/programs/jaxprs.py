@@ -145,6 +145,11 @@ def is_highest(precision: Any) -> bool:
     return any(p in (lax.Precision.HIGHEST, "highest", "float32") for p in given)
 
 
+def default_is_highest() -> bool:
+    """Whether `jax.default_matmul_precision` asks for the highest one here."""
+    return is_highest(jax.config.jax_default_matmul_precision)
+
+
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """How many inputs of a `scan` every iteration reads whole, and how many values it carries.
 
