@@ -235,7 +235,7 @@ LABELS = jax.ShapeDtypeStruct((2,), jnp.int32)
 SIZES = {"batch": 2, "length": 8, "width": 16, "layers": 1, "heads": 2, "vocabulary": 32}
 JOBS = {
     "transformer": autocast_programs.language_job("scan", **SIZES, scan=True),
-    "cnn": autocast_programs.Job("cnn", functools.partial(autocast_programs.CNN, (4,)), IMAGES, LABELS),
+    "cnn": autocast_programs.Job("cnn", functools.partial(autocast_programs.CNN, (8,)), IMAGES, LABELS),
     "lstm": autocast_programs.Job("lstm", functools.partial(autocast_programs.LSTM, 8), WORDS, LABELS),
 }
 
