@@ -221,6 +221,7 @@ SILENT = {
     "autocast inside": region_inside,
     "no matmul": lambda params, x: jnp.mean(params["a"] * x),
     "a vector": lambda params, x: jnp.mean(x @ params["a"][0]),
+    "short products": lambda params, x: jnp.mean(x[:, :4] @ params["a"][:4]),
     "a norm": lambda params, x: jnp.vdot(params["a"], params["a"].astype(jnp.float32)),
     "not of the params": lambda params, x: jnp.mean(x @ x) * jnp.mean(params["a"]).astype(jnp.float32),
     "fp8": lambda params, x: jnp.mean(
@@ -232,6 +233,15 @@ SILENT = {
 @pytest.mark.parametrize("kind", SILENT)
 def test_silence(kind):
     assert said(step(SILENT[kind]), X) == []
+
+
+def test_silence_of_short_products():
+    """Autocast keeps them in float32 itself, wherever it is said."""
+    short = SILENT["short products"]
+    assert said(step(short, policy="bf16"), X) == []
+    assert said(step(jaxmp.autocast(short, jnp.bfloat16)), X) == []
+    with jaxmp.autocast(jnp.bfloat16):
+        assert said(step(short, accumulate=2, accumulate_argnums=(1,)), X) == []
 
 
 def test_silence_where_float32_is_what_was_asked_for():
