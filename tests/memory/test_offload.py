@@ -344,7 +344,6 @@ def test_what_needs_all_arrays_has_them_all():
     assert [x.tolist() for x in got] == [[0, 0], [6, 6], [12, 12]]
 
 
-@pytest.mark.thorough(0)
 def test_rows_are_cut_only_where_nothing_couples_them():
     params = jax.random.normal(jax.random.key(0), (6, 4))
     for inner, is_cut in ((optax.adamw(1e-2), True), (optax.lamb(1e-2), False)):
