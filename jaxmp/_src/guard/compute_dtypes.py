@@ -77,7 +77,8 @@ def check(derivative: Derivative) -> bool:
         if exact.matmuls and not exact.fp8:
             warn("nothing-in-fp8", _NO_FP8)
             return True
-    may_be_low = wants_low and not derivative.fp8_matmuls and not found.only_short
+    is_told = policy is not None or lists is not None  # then autocast itself keeps short products in float32
+    may_be_low = wants_low and not derivative.fp8_matmuls and not (is_told and found.only_short)
     if may_be_low and not any(d.itemsize < 4 for d in found.matmuls):
         exact = exact or _look_into_backward(derivative)
         if exact.matmuls and not any(d.itemsize < 4 for d in exact.matmuls | exact.hidden):
