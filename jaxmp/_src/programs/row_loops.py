@@ -14,7 +14,7 @@ from jax.extend import core
 
 from jaxmp._src.devices import host_memory
 from jaxmp._src.programs import jaxprs
-from pallas_kernels.by_platform import written
+from pallas_kernels.by_platform import by_platform
 
 
 class Rows(NamedTuple):
@@ -133,9 +133,8 @@ def _bound(eqn: Any, operands: list[Any]) -> list[Any]:
         (x,) = operands
         on_host = eqn.outvars[0].aval.memory_space == jax.memory.Space.Host
         return [host_memory.to_host(x) if on_host else host_memory.to_device(x)]
-    if eqn.primitive.name == jaxprs.BY_PLATFORM:
-        (x,), (platform,) = operands, eqn.params["ways"].by_name
-        return [written(x, platform=platform)]
+    if eqn.primitive.name == jaxprs.BY_PLATFORM:  # its function names the shape of all rows
+        return by_platform(lambda x: [x], *operands, **eqn.params["ways"].by_name)
     results = eqn.primitive.bind(*operands, **eqn.params)
     return list(results) if eqn.primitive.multiple_results else [results]
 
@@ -143,6 +142,6 @@ def _bound(eqn: Any, operands: list[Any]) -> list[Any]:
 def _is_elementwise(eqn: Any) -> bool:
     if eqn.primitive.name == "broadcast_in_dim":
         return eqn.invars[0].aval.shape == ()
-    if eqn.primitive.name == jaxprs.BY_PLATFORM:  # `written`: an array as it came, whose equation names its shape
-        return len(eqn.invars) == len(eqn.params["ways"].by_name) == 1 and not eqn.params["jaxpr"].eqns
+    if eqn.primitive.name == jaxprs.BY_PLATFORM:  # one array as it came, as in `written`
+        return len(eqn.invars) == 1 and eqn.params["jaxpr"].outvars == eqn.params["jaxpr"].invars
     return jaxprs.is_elementwise(eqn)
