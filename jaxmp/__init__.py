@@ -15,14 +15,12 @@ from jaxmp._src.guard.new_params import reload_master_params as reload_master_pa
 from jaxmp._src.guard.regions import autocast as autocast
 from jaxmp._src.guard.regions import explain_autocast as explain_autocast
 from jaxmp._src.autocast.rewrite import no_autocast as no_autocast
-from jaxmp._src.precision_search.fake_quantize import fake_quantize as fake_quantize
 from jaxmp._src.porting.mmcv import auto_fp16 as auto_fp16
 from jaxmp._src.porting.mmcv import force_fp32 as force_fp32
 from jaxmp._src.numerics.scale_gradient import scale_gradient as scale_gradient
 from jaxmp._src.devices.shardings import sharding_of as sharding_of
 from jaxmp._src.numerics.softmax import softmax as softmax
 from jaxmp._src.numerics.softmax import softmax_cross_entropy as softmax_cross_entropy
-from jaxmp._src.precision_search.suggest import suggest_policy as suggest_policy
 from jaxmp._src.transforms.clip import clip_by_global_norm as clip_by_global_norm
 from jaxmp._src.transforms.clip import count_zeros as count_zeros
 from jaxmp._src.transforms.clip import global_norm as global_norm

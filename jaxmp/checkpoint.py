@@ -7,8 +7,7 @@ policy, the loss scale and the versions. This module adds what Orbax cannot know
 -   `restore` converts a checkpoint from other dtypes, other masters, with or without fp8 (see `convert`).
 - `restore` compares the checkpoint with the model and the optimizer before it reads an array, and names the first leaf
   that does not fit. So a job continues with all of its state, or raises an error.
-- The record holds a checksum of each leaf, which does not depend on the devices. `restore` and `python -m jaxmp
-  checkpoint DIRECTORY` verify the checksums.
+- The record holds a checksum of each leaf, which does not depend on the devices. `restore` verifies the checksums.
 
 Saving is atomic and, by default, runs in the background: Orbax writes into a folder with a temporary name, and renames
 the folder when it is complete and on the disk. If a process dies during a save, the newest checkpoint is the last

@@ -1,4 +1,4 @@
-"""Statistics of tensors, warnings about a run, plots, and a replay of single steps.
+"""Statistics of tensors, warnings about a run, plots, and the place of the first inf or NaN.
 
     def train_step(state, batch, step):
         loss, grads = jaxmp.value_and_grad(loss_fn)(state.params, batch, opt_state=state.opt_state)
@@ -21,13 +21,14 @@ Nothing here changes a result. With `when=False`, the compiled program does not 
 | How do I log it, or report a run? | `log_metrics`, `write_report` |
 | How do I draw it? | `plot_loss_and_scale`, `plot_exponents`, `plot_fp8`, `plot_layers` |
 | Which leaf, which operation is not finite? | `first_nonfinite`, `first_bad_op` |
-| Does the same step fail again? | `capture`, `replay` |
 """
 
 from jaxmp._src.monitor.activations import watch_activations as watch_activations
+from jaxmp._src.monitor.first_bad_op import first_bad_op as first_bad_op
 from jaxmp._src.monitor.live import LiveMonitor as LiveMonitor
 from jaxmp._src.monitor.log import log_metrics as log_metrics
 from jaxmp._src.monitor.monitor import Monitor as Monitor, MonitorWarning as MonitorWarning
+from jaxmp._src.monitor.nonfinite import first_nonfinite as first_nonfinite
 from jaxmp._src.monitor.plots import (
     plot_exponents as plot_exponents,
     plot_fp8 as plot_fp8,
@@ -37,7 +38,3 @@ from jaxmp._src.monitor.plots import (
 from jaxmp._src.monitor.report import write_report as write_report
 from jaxmp._src.monitor.step_stats import step_stats as step_stats
 from jaxmp._src.monitor.tensor_stats import tensor_stats as tensor_stats
-from jaxmp._src.replay.captures import capture as capture, load_capture as load_capture
-from jaxmp._src.replay.first_bad_op import first_bad_op as first_bad_op
-from jaxmp._src.replay.nonfinite import first_nonfinite as first_nonfinite
-from jaxmp._src.replay.replay import replay as replay

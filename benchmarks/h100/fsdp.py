@@ -5,7 +5,7 @@ with its dtype and bytes, the collectives that are scheduled to overlap with a m
 which the update waits), and scratch memory; and whether params and state are updated in place.
 
 Targets: nothing is gathered in float32 under a 16-bit policy, one all-reduce carries all flags, its size does not grow
-with the number of devices, all donated buffers are reused, and the planner's numbers are close.
+with the number of devices, and all donated buffers are reused.
 """
 
 import sys
@@ -43,14 +43,7 @@ def measure(program: fp.Program, devices: int) -> dict[str, Any]:
         "output_bytes": memory.output_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
         "largest_copy_bytes": report["largest_copy_bytes"],
-        **(planned(program, devices) if program.name in SCALED else {}),
     }
-
-
-def planned(program: fp.Program, devices: int) -> dict[str, int]:
-    """The planner's bytes for the same step."""
-    plan = fp.planned(program, devices)
-    return {"planned_argument_bytes": plan.stored + plan.batch, "planned_peak_bytes": plan.peak}
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
@@ -64,11 +57,6 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
             found.append(f"{name}: {row['flag_reductions']} all-reduces of flags")
         if row["alias_bytes"] < row["output_bytes"] - 1024:  # without scalars
             found.append(f"{name}: {row['output_bytes'] - row['alias_bytes']} bytes are not updated in place")
-        if "planned_peak_bytes" in row:
-            arguments = row["planned_argument_bytes"] / row["argument_bytes"]
-            peak = row["planned_peak_bytes"] / (row["argument_bytes"] + row["temp_bytes"])
-            if not 0.95 < arguments < 1.05 or not 0.8 < peak < 1.2:
-                found.append(f"{name}: planned {arguments:.2f} of params and state, {peak:.2f} of the peak")
     for program in SCALED:
         sent = {_small(row) for row in rows if row["program"] == program}
         if len(sent) > 1:
@@ -113,15 +101,13 @@ def seconds(row: dict[str, Any]) -> tuple[float, float]:
 def scaling(results: dict[str, Any]) -> str:
     """The text of scaling.md: the costs that depend on the number of devices."""
     head = ["program", "devices", "all-gather", "reduce-scatter", "all-reduce, bytes"]
-    head += ["args GB", "planned", "peak GB", "planned", "NVLink ms", "IB ms"]
+    head += ["args GB", "peak GB", "NVLink ms", "IB ms"]
     cells = [head]
     for row in results["rows"]:
         if row["program"] in SCALED:
             on_nvlink, on_infiniband = seconds(row)
             moved = (_sent(row, "all-gather"), _sent(row, "reduce-scatter"), str(_small(row)))
-            peak = row["argument_bytes"] + row["temp_bytes"]
-            pairs = ((row["argument_bytes"], row["planned_argument_bytes"]), (peak, row["planned_peak_bytes"]))
-            sizes = [f"{n / 1e9:.3f}" for pair in pairs for n in pair]
+            sizes = [f"{n / 1e9:.3f}" for n in (row["argument_bytes"], row["argument_bytes"] + row["temp_bytes"])]
             times = (f"{1e3 * on_nvlink:.2f}", f"{1e3 * on_infiniband:.2f}" if row["devices"] > GPUS_PER_NODE else "-")
             cells.append([row["program"], str(row["devices"]), *moved, *sizes, *times])
     return f"""# Communication between devices in a step
@@ -134,8 +120,7 @@ Every device has {fp.ROWS} sequences of {fp.LENGTH} tokens. Params, masters and 
 
 - Bytes are those of the whole tensors. A ring moves (n - 1) / n of them through each device, so they do not grow with
   the number of devices. The memory of each device (args: params, masters, moments, batch) shrinks.
-- args and peak (with XLA's scratch memory) are of one device. "planned" is the result of `jaxmp.memory.plan`, which
-  needs only shapes.
+- args and peak (with XLA's scratch memory) are of one device.
 - The all-reduces carry the gradients of the leaves that are not sharded (the gains of norms), the flags, the gradient
   norm and the loss. Without the gradients they carry 20 bytes, for any number of devices. One of them carries all flags
   and amaxes, for any number of leaves. It costs latency, not bandwidth.

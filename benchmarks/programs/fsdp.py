@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 import jaxmp
@@ -154,15 +154,6 @@ def compiled(program: Program, devices: int) -> Any:
         f, shardings = step, (*jax.tree.map(lambda x: x.sharding, arguments), None)
     kwargs = {} if shardings is None else {"out_shardings": shardings}
     return aot.compile_for(f, *arguments, tokens, donate_argnums=(0, 1), compiler_options=OPTIONS, **kwargs)
-
-
-def planned(program: Program, devices: int) -> Any:
-    """The plan of `jaxmp.memory.plan` for the step, on an abstract mesh; no device holds the whole params."""
-    mesh = AbstractMesh((devices,), ("fsdp",))
-    policy, layout, tx, padded = _set_up(program, mesh)
-    tokens = jax.ShapeDtypeStruct((ROWS * devices, LENGTH + 1), jnp.int32)
-    cut = {"mesh": mesh, "specs": layout.specs, "data_axes": "fsdp"}
-    return jaxmp.memory.plan(padded, policy, optimizer=tx, loss_fn=loss_of, batch=(tokens,), **cut)
 
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")

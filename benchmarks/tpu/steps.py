@@ -133,9 +133,9 @@ def optimizer_step(program: Any, dtype: Any, shapes: Any, mesh: Mesh) -> Any:
 
 def linen_step(precision: str, mesh: Mesh, cfg: Any = None) -> Any:
     """The whole step of examples/train.py."""
-    from benchmarks.programs import memory
+    from benchmarks.programs.example import example
 
-    case = memory.example(precision, cfg)
+    case = example(precision, cfg)
     return aot.compile_for(case.step, *(aot.abstract(mesh, x) for x in case.arguments()), donate_argnums=(0, 1))
 
 

@@ -28,7 +28,6 @@ TITLES = {
     "distributed": "Gradients over devices",
     "devices": "Devices",
     "numerics": "Numerics for models",
-    "precision_search": "Precision search",
     "porting": "Porting",
 }
 
@@ -71,13 +70,13 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "Statistics inside a step": ("step_stats", "tensor_stats", "watch_activations"),
         "Watching a run": ("Monitor", "LiveMonitor", "MonitorWarning", "log_metrics", "write_report"),
         "Pictures": ("plot_loss_and_scale", "plot_exponents", "plot_layers", "plot_fp8"),
-        "What is not finite": ("first_nonfinite", "first_bad_op", "capture", "load_capture", "replay"),
+        "What is not finite": ("first_nonfinite", "first_bad_op"),
     },
     "nnx": {
         "A step": ("Optimizer", "value_and_grad", "cast_to_param", "snapshot", "restore_if_skipped"),
         "fp8": ("to_fp8", "GatedMLP", "Fp8DotGeneral", "Fp8RaggedDot", "Fp8Scale"),
     },
-    "memory": {"": ("plan", "overview", "table", "measured")},
+    "memory": {"": ("plan", "compiled")},
 }
 
 

@@ -9,7 +9,6 @@ import pytest
 
 import jaxmp
 from jaxmp._src.base import progress
-from jaxmp._src.precision_search import suggest
 
 
 class Terminal(io.StringIO):
@@ -102,14 +101,3 @@ def test_tensors_are_counted_as_they_are_written_and_read(monkeypatch, tmp_path)
     assert said == ["tensor 1 of 2, a.kernel", "tensor 2 of 2, b.kernel"]
     jaxmp.checkpoint.load_safetensors(tmp_path / "model.safetensors", params)
     assert said[2:] == said[:2]
-
-
-def test_suggest_policy_says_its_stages_to_the_line_or_to_a_function():
-    line, said = progress.Progress("suggest_policy"), []
-    suggest.Clock(line).say("compiling the trials")
-    suggest.Clock(said.append).say("compiling the trials")
-    assert line._what == "compiling the trials" and said == ["suggest_policy, 0 s: compiling the trials"]
-    with pytest.raises(ValueError, match='progress must be "terminal", a function of a line, or None; got True'):
-        jaxmp.suggest_policy(lambda p: jnp.sum(p), (), params=jnp.ones(3), progress=True)
-    with pytest.raises(ValueError, match="time_budget must be seconds, at least 0, or None; got -1"):
-        jaxmp.suggest_policy(lambda p: jnp.sum(p), (), params=jnp.ones(3), time_budget=-1)

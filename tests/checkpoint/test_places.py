@@ -60,7 +60,7 @@ def test_local_names_stay_as_they_are(name, tmp_path, monkeypatch):
 IN_A_BUCKET = """
 import fsspec, jax.numpy as jnp, numpy as np, os, optax
 import jaxmp
-from jaxmp import __main__ as command, checkpoint
+from jaxmp import checkpoint
 
 url, tx = "gs://a-bucket/runs/1", jaxmp.mixed_precision(optax.adam(1e-3), "bf16")
 params = {"w": jnp.arange(8.0, dtype=jnp.bfloat16)}
@@ -71,12 +71,10 @@ with checkpoint.manager(url, max_to_keep=2) as steps:
     assert (found.step, found.extra) == (2, {"n": 2}) and np.array_equal(found.params["w"], params["w"])
 assert checkpoint.restore(url, tx, params=params).step == 2 and checkpoint.restore(url + "/1", tx, params=params)
 assert checkpoint.read_metadata(url)["policy"].startswith("params=bfloat16")
-assert command.main(["checkpoint", url]) == 0
 
 files = fsspec.filesystem("gcs").store
 arrays = [name for name in files if name.startswith("/a-bucket/runs/1/2/state/d/")]
 files[max(arrays, key=lambda name: len(files[name].getvalue()))].getbuffer()[40] ^= 4
-assert command.main(["checkpoint", url]) == 1
 try:
     checkpoint.restore(url, tx, params=params)
 except ValueError as e:

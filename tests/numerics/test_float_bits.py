@@ -136,10 +136,3 @@ def test_log2_rounded_up():
     expected = np.ceil(np.log2(NEIGHBOURS.astype(np.float64))).astype(np.float32)
     assert_exact(float_bits.ceil_log2(NEIGHBOURS) + 0.0, expected + 0.0)
     assert_exact(float_bits.ceil_log2(POWERS), np.arange(-126, 128).astype(np.float32))
-
-
-def test_the_exponent_field():
-    expected = (np.frexp(NEIGHBOURS)[1] + 126).astype(np.int32)
-    for sign in (1, -1):
-        assert_exact(float_bits.exponent_field(sign * NEIGHBOURS), expected)
-    assert_exact(float_bits.exponent_field(OTHERS), np.array([0, 0, 0, 0, 255, 255, 255], np.int32))

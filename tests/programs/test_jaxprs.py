@@ -10,7 +10,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
 from helpers import assert_within_ulps
-from jaxmp._src.memory import buffers
 from jaxmp._src.programs import frozen_leaves, jaxprs, windows
 
 X = jnp.ones((4, 4))
@@ -110,21 +109,6 @@ def test_windows_write_out_jits_and_leave_calls_with_rules_of_their_own():
     np.testing.assert_allclose(windows.run(step, X, window_bytes=8)[0][0], step(X)[0][0], rtol=1e-6)
     grad = jax.grad(lambda x: jnp.sum(windows.run(step, x, window_bytes=8)[0][0]))(X)
     np.testing.assert_allclose(grad, 2.0 + jnp.cos(X), rtol=1e-6)
-
-
-def test_a_name_takes_no_memory():
-    """`checkpoint_name` says something about a value and makes none: the plan is the same without it."""
-
-    def loss(w, x, name):
-        h = name(x @ w).reshape(-1, 2).reshape(x.shape)
-        return jnp.sum(jnp.dot(h, w) ** 2)
-
-    w = x = jnp.ones((64, 64))
-    plain, named = (
-        buffers.usage(jax.make_jaxpr(lambda w, x, name=name: loss(w, x, name))(w, x))
-        for name in (lambda x: x, lambda x: checkpoint_name(x, "h"))
-    )
-    assert named == plain
 
 
 def test_all_elementwise_operations_are_asked_element_by_element():

@@ -98,10 +98,11 @@ class PlanRunner:
     ) -> None:
         for step, scope in zip(steps, scopes, strict=True):
             eqn = step.eqn
-            operands = [
-                held.read(v, dtype) if x is None else x
-                for v, dtype, x in zip(eqn.invars, step.operands, wide.entering(step, held), strict=True)
-            ]
+            with jaxprs.where(eqn, scope):  # a cast has the name of the layer that reads its result
+                operands = [
+                    held.read(v, dtype) if x is None else x
+                    for v, dtype, x in zip(eqn.invars, step.operands, wide.entering(step, held), strict=True)
+                ]
             written = step.how == "written"
             # An operation that runs as it was written sets its own name.
             with contextlib.nullcontext() if written and not inside else jaxprs.where(eqn, scope):

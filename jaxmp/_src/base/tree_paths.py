@@ -108,8 +108,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(start + "(?s:.*/)?".join(translated))
 
 
-def idle_messages(argument: str, patterns: str | Iterable[str], paths: Iterable[str], *, of: str) -> list[str]:
-    """What to tell a user about each pattern that fits none of the paths.
+def warn_of_idle(argument: str, patterns: str | Iterable[str], paths: Iterable[str], *, of: str) -> bool:
+    """Warns of each pattern that fits no path, if there are paths. Returns whether it warned.
 
     Args:
       argument: the argument that holds the patterns, as the user wrote it: `"keep_fp32"`.
@@ -119,30 +119,17 @@ def idle_messages(argument: str, patterns: str | Iterable[str], paths: Iterable[
     """
     paths = list(dict.fromkeys(paths))
     examples = [path for path in paths if path] or paths
-    shown = ", ".join(map(repr, examples[:3])) + (", ..." if len(examples) > 3 else "") or "none"
-    found = []
-    for pattern in patterns_of(patterns):
-        if not any(matches(path, pattern) for path in paths):
-            close = _close_to(pattern, paths)
-            hint = f" Close to it: {', '.join(map(repr, close))}." if close else ""
-            found.append(
-                f"{argument}: the pattern {pattern!r} fits no {of}.{hint} Paths here: {shown}. A pattern fits a whole "
-                f"path or its last components; see docs/how-to/precision/patterns.md."
-            )
-    return found
-
-
-def warn_of_idle(argument: str, patterns: str | Iterable[str], paths: Iterable[str], *, of: str) -> bool:
-    """Warns of each pattern that fits no path, if there are paths. Returns whether it warned.
-
-    Args:
-      argument, patterns, paths, of: as for `idle_messages`.
-    """
-    paths = list(paths)
-    messages = idle_messages(argument, patterns, paths, of=of) if paths else []
-    for message in messages:
-        warn("pattern-fits-nothing", message)
-    return bool(messages)
+    shown = ", ".join(map(repr, examples[:3])) + (", ..." if len(examples) > 3 else "")
+    idle = [p for p in patterns_of(patterns) if paths and not any(matches(path, p) for path in paths)]
+    for pattern in idle:
+        close = _close_to(pattern, paths)
+        hint = f" Close to it: {', '.join(map(repr, close))}." if close else ""
+        warn(
+            "pattern-fits-nothing",
+            f"{argument}: the pattern {pattern!r} fits no {of}.{hint} Paths here: {shown}. A pattern fits a whole "
+            f"path or its last components; see docs/how-to/precision/patterns.md.",
+        )
+    return bool(idle)
 
 
 class Patterns:
@@ -151,7 +138,7 @@ class Patterns:
     Equal to others with the same patterns and values.
 
     Args:
-      argument, of: as for `idle_messages`.
+      argument, of: as for `warn_of_idle`.
       given: the patterns, or a dict from patterns to values.
     """
 

@@ -8,7 +8,7 @@ PAGE = "docs/warnings.md"
 
 # Packages whose functions stand between the user's line and jaxmp: the user did not write them.
 _BETWEEN = frozenset(
-    "jaxmp pallas_kernels jax jaxlib flax optax orbax equinox haiku jaxtyping "
+    "jaxmp pallas_kernels jax jaxlib flax optax orbax equinox haiku jaxtyping numpy "
     "concurrent contextlib functools runpy threading".split()
 )
 
@@ -45,3 +45,10 @@ def _user_frame(caller: types.FrameType) -> types.FrameType:
             return frame
         frame = frame.f_back
     return caller
+
+
+def folders_between() -> tuple[str, ...]:
+    """What the names of files begin with that the user did not write: those of the packages that are imported now."""
+    files = [file for name in _BETWEEN if (file := getattr(sys.modules.get(name), "__file__", None))]
+    folders = (file.removesuffix("__init__.py") for file in files)
+    return ("<frozen ", *folders)

@@ -10,7 +10,6 @@ import gc
 import hashlib
 import json
 import logging
-import math
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ from jaxmp._src.checkpoint.names import Leaf
 from jaxmp._src.step.state_paths import StatePath
 
 STATE, ABOUT = "state", "jaxmp"  # items of a step
-_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "commit_success.txt", "manifest.ocdbt", "checkpoint")  # Orbax's files
 CHECKSUMS = "checksums"  # in the record: {key: checksum} of the leaves
 EMPTY = "empty"  # in the record: {key: shape} of the arrays without elements, of keys of jax.random that of their bits
 KEYS = "keys"  # in the record: {key: name of the generator} of the keys of jax.random
@@ -106,11 +104,6 @@ def find(source: Any, step: int | None) -> tuple[int | None, pathlib.Path]:
 def _is_no_step(path: pathlib.Path) -> bool:
     """Whether this lies beside steps: a lock, or a step that is being written, or was when its process was killed."""
     return path.name.startswith(".") or path.name.endswith(writer.UNFINISHED)
-
-
-def is_by_orbax(folder: pathlib.Path) -> bool:
-    """Whether a folder, or the tree inside it, has a file that Orbax writes; also if others are lost."""
-    return any((place / mark).is_file() for place in {folder, tree_in(folder)} for mark in _MARKS)
 
 
 def check_newer(manager: Any, step: int) -> None:
@@ -368,41 +361,22 @@ def _others(folder: pathlib.Path) -> str:
         return " There are no other steps."
     named = f" Other steps there: {', '.join(x.name for x in beside)} (step=)"
     if jax.process_count() > 1:  # the others may have read their part, and do not look
-        return f"{named}; `python -m jaxmp checkpoint {folder.parent.parent}` says which are whole."
+        return f"{named}; in a single process this error names the newest whole one."
     whole = next((x for x in reversed(beside) if is_whole(x)), None)
     return f"{named}; " + (f"the newest whole one is {whole.name}." if whole else "none of them is whole.")
-
-
-class Examined(NamedTuple):
-    """A leaf of a saved tree: what Orbax says of it, and whether it is what was saved (None: no checksum)."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    whole: bool | None
-
-
-def examined(folder: pathlib.Path) -> Iterator[Examined]:
-    """The leaves of a saved step, read one at a time. Raises a ValueError if there is nothing to read."""
-    about = record(folder / ABOUT)
-    recorded, padded = about.get(CHECKSUMS), padding.recorded(about)
-    state = tree_in(folder)
-    there = described(state, about)
-    for i, (leaf, x) in enumerate(zip(there.leaves, jax.tree.leaves(there.tree), strict=True)):
-        dtype = jnp.dtype(x.dtype)
-        whole = _checksum(state, there, i, padded) == recorded.get(leaf.key) if recorded is not None else None
-        yield Examined(str(leaf), tuple(x.shape), dtype.name, math.prod(x.shape) * dtype.itemsize, whole)
-    known = {leaf.key for leaf in there.leaves}
-    for key in recorded or {}:
-        if key not in known:
-            yield Examined(key, (), "missing", 0, False)
 
 
 def is_whole(folder: pathlib.Path) -> bool:
     """Whether all leaves of a step can be read, and are what was saved as far as the record says."""
     try:
-        return all(leaf.whole is not False for leaf in examined(folder))
+        about = record(folder / ABOUT)
+        recorded, padded = about.get(CHECKSUMS), padding.recorded(about)
+        state = tree_in(folder)
+        there = described(state, about)
+        if recorded is None:
+            return True
+        found = {leaf.key: _checksum(state, there, i, padded) for i, leaf in enumerate(there.leaves)}
+        return found == recorded
     except ValueError:
         return False
 

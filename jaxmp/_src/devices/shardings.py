@@ -59,7 +59,7 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
     """
     _check_order(tx, params, shardings)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    given = _by_param(params, shardings)
+    given = by_param(params, shardings)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     owners = {keystr(path): (x.shape, given[tree_paths.path_str(path)]) for path, x in leaves}
     mesh = next((s.mesh for s in given.values() if isinstance(s, NamedSharding)), None)
@@ -148,8 +148,8 @@ def devices_per_dim(spec: Iterable[Any], ndim: int, sizes: Mapping[str, int]) ->
     return (*cut, *[1] * (ndim - len(cut)))
 
 
-def _by_param(params: PyTree, shardings: PyTree) -> dict[str, Any]:
-    """The sharding of each param by path; a ValueError if it does not fit the param's shape."""
+def by_param(params: PyTree, shardings: PyTree) -> dict[str, Any]:
+    """The sharding of each param by path, from a tree or a prefix; a ValueError if it does not fit its shape."""
     prefix = [
         (tree_paths.path_str(p), s) for p, s in jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_sharding)
     ]

@@ -21,7 +21,7 @@ from jaxmp._src.distributed.reduce import predivide_or_rule
 from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.numerics import casting
 
-GATHERED, PART = "jaxmp.gathered", "jaxmp.part"  # names of gathered params, and of their gradients when cut again
+GATHERED = "jaxmp.gathered"  # the name of gathered params
 _GATHERS = ("all_gather", "all_gather_invariant", "sharding_constraint", "reshard")
 
 
@@ -266,7 +266,7 @@ def _constraints(layout: Layout, cut: Cut) -> tuple[Any, Any]:
     place = jax.sharding.reshard if is_explicit else lax.with_sharding_constraint
     return (
         lambda x: place(x, NamedSharding(layout.mesh, whole)),
-        lambda g: checkpoint_name(place(g, NamedSharding(layout.mesh, cut.spec)), PART),
+        lambda g: place(g, NamedSharding(layout.mesh, cut.spec)),
     )
 
 

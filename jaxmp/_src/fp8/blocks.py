@@ -32,7 +32,6 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxmp._src.fp8 import block_matmul, block_shapes, gemms, remat, scale_equations
 from jaxmp._src.fp8.block_matmul import BlockRecipe as BlockRecipe, Operand
-from jaxmp._src.fp8.scheme import Guide
 from jaxmp._src.numerics import casting, float_bits
 
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -199,9 +198,6 @@ class BlockScaling(_Float32Scales):
     """
 
     block_size: ClassVar[int | None] = 128
-    guide: ClassVar[Guide] = Guide(
-        3, "BlockScaling", "128, 128x128 of weights", 28, 28, 0.31, 0.14, "outliers, at the speed of bfloat16"
-    )
 
     @property
     def has_square_weights(self) -> bool:
@@ -241,9 +237,6 @@ class RowwiseScaling(_Float32Scales):
 
     block_size: ClassVar[int | None] = None
     sums_last: ClassVar[bool] = True
-    guide: ClassVar[Guide] = Guide(
-        2, "RowwiseScaling", "token, output channel", 28, 28, 0.29, 0.17, "outliers, on any GPU with fp8"
-    )
 
     def multiply(self, a: Operand, b: Operand, product: gemms.Product) -> Array:
         """See `Recipe.multiply`: in fp8, and the scales multiply the result."""
@@ -277,7 +270,6 @@ class MXFP8(_Fp8Blocks):
 
     block_size: ClassVar[int | None] = 32
     has_hardware: ClassVar[bool] = True
-    guide: ClassVar[Guide] = Guide(4, "MXFP8", "32 elements", 28, 28, 0.43, 0.22, "outliers, on Blackwell")
     _scale_inv_dtype: ClassVar[Any] = jnp.float8_e8m0fnu
 
     def _scales(self, amax: Float[Array, "..."], dtype: Any, given: Any) -> tuple[Array, Array]:

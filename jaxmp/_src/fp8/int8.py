@@ -26,7 +26,6 @@ from jaxtyping import Array, Float
 from jaxmp._src.fp8 import block_matmul, block_shapes, gemms, remat, scale_equations
 from jaxmp._src.fp8.block_matmul import BlockRecipe, Operand
 from jaxmp._src.fp8.blocks import Blocks
-from jaxmp._src.fp8.scheme import Guide
 from jaxmp._src.numerics import casting, float_bits
 
 _LARGEST = 127
@@ -62,7 +61,6 @@ class Int8(BlockRecipe):
 
     block_size: ClassVar[int | None] = None
     sums_last: ClassVar[bool] = True
-    guide: ClassVar[Guide] = Guide(6, "Int8", "token, output channel", 39, 40, None, None, "GPUs and TPUs without fp8")
 
     @property
     def rounds_at_random(self) -> bool:

@@ -125,7 +125,7 @@ def dot_general(
     note_use()
     if bias is not None:
         _check_bias(bias, rhs, (rhs_contract, rhs_batch))
-    reason = why_not_fp8(dimension_numbers)
+    reason = None if lhs_contract else "it sums over no axis"
     if activation is not None:
         check_activation(activation)
         if reason or scales is None:  # not fused: rounded to the dtype of lhs, as in a network
@@ -329,16 +329,6 @@ def _as_run(x: Array) -> Array:
     converted = x if dtype == x.dtype else x.astype(dtype)
     told.note_converted(x, converted)
     return converted
-
-
-def why_not_fp8(dimension_numbers: DimensionNumbers) -> str | None:
-    """Why a matmul cannot run in fp8; None if it can.
-
-    Example:
-      >>> why_not_fp8((((), ()), ((), ())))
-      'it sums over no axis'
-    """
-    return None if dimension_numbers[0][0] else "it sums over no axis"
 
 
 def _with_axis(sharding: Any, axis: int) -> Any:

@@ -38,7 +38,6 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.fp8 import block_shapes, gemms, remat, scale_equations
 from jaxmp._src.fp8.block_matmul import BlockRecipe, Operand, unscaled
-from jaxmp._src.fp8.scheme import Guide
 from jaxmp._src.numerics import casting, float_bits
 
 _E2M1_MAX, _E4M3_MAX = 6, 448
@@ -94,9 +93,6 @@ class NVFP4(BlockRecipe):
     block_size: ClassVar[int | None] = _SIZE
     sums_last: ClassVar[bool] = True
     has_hardware: ClassVar[bool] = True
-    guide: ClassVar[Guide] = Guide(
-        5, "NVFP4", "16 elements, and tensor", 17, 16, None, None, "Blackwell, if four bits suffice"
-    )
 
     @property
     def rounds_at_random(self) -> bool:

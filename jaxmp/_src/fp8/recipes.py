@@ -29,7 +29,7 @@ The rules are those of TransformerEngine (transformer_engine/common/recipe), bit
 import dataclasses
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -39,7 +39,7 @@ from jaxmp._src.fp8 import gemms, operands, scale_equations, scale_leaves
 from jaxmp._src.fp8.gemms import Gemm
 from jaxmp._src.fp8.made import Made
 from jaxmp._src.fp8.scale_equations import Format
-from jaxmp._src.fp8.scheme import Cast, Guide, Recipe, Role
+from jaxmp._src.fp8.scheme import Cast, Recipe, Role
 from jaxmp._src.numerics import float_bits
 
 _LARGEST_MARGIN = 100  # fp8_max * 2^-margin must be a normal float32
@@ -134,10 +134,6 @@ class DelayedScaling(_TensorScaling):
     References:
       transformer_engine/common/recipe/delayed_scaling.cu; Micikevicius et al., FP8 Formats for Deep Learning, 2022.
     """
-
-    guide: ClassVar[Guide] = Guide(
-        0, "DelayedScaling", "tensor, from earlier steps", 28, 5, 0.14, 0.06, "first: it moves the fewest bytes"
-    )
 
     margin: int = 0
     amax_history_len: int = 1024
@@ -310,10 +306,6 @@ class CurrentScaling(_TensorScaling):
     References:
       transformer_engine/common/recipe/recipe_common.cuh.
     """
-
-    guide: ClassVar[Guide] = Guide(
-        1, "CurrentScaling", "tensor", 28, 5, 0.41, 0.28, "data that jumps; functions without state"
-    )
 
     fp8_format: Format = "HYBRID"
     power_of_two: bool = True

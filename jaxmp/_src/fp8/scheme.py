@@ -5,7 +5,7 @@ A new recipe is a class in one file, which says what differs from `Recipe`. `jax
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxtyping import Array
 
@@ -29,29 +29,6 @@ class Cast(NamedTuple):
     sums: Array | None = None
 
 
-class Guide(NamedTuple):
-    """When to take a recipe, with its measurements: a row of `recipe_guide`.
-
-    Attributes:
-      place: in the table.
-      recipe: its name in `jaxmp.fp8`.
-      scale: what one scale is for.
-      decibels, with_outliers: SQNR of a product, on normal data and on data with outliers.
-      loss, error: the mean gap of its held-out loss to bfloat16's, and the standard error, in percent; None where
-        fewer seeds were trained than they need.
-      take: when.
-    """
-
-    place: int
-    recipe: str
-    scale: str
-    decibels: int
-    with_outliers: int
-    loss: float | None
-    error: float | None
-    take: str
-
-
 _PRODUCTS = {"lhs": ("fprop", "wgrad"), "rhs": ("fprop", "dgrad"), "grad": ("dgrad", "wgrad")}
 
 
@@ -60,14 +37,11 @@ class Recipe:
     """How the tensors of a matmul are cast to a narrow dtype, and multiplied.
 
     Attributes:
-      guide: when to take it.
       dgrad, wgrad: "bfloat16" leaves this product in 16 bits; None: it is as narrow as the forward one.
       has_state: whether its scales come from earlier steps: they are leaves of the params, of the names in `leaves`,
         and the optimizer moves them.
       rounds_at_random: whether a gradient is rounded at random, with a key.
     """
-
-    guide: ClassVar[Guide]
 
     dgrad: Literal["bfloat16"] | None = None
     wgrad: Literal["bfloat16"] | None = None

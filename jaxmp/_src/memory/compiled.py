@@ -1,116 +1,45 @@
-"""The memory of a training step as XLA compiles it: nothing is allocated and nothing runs.
+"""The largest use of memory of a step on one device, as XLA compiles it; nothing is allocated and nothing runs."""
 
-A plan from shapes is a model of what XLA decides, and XLA decides anew in each version. This asks XLA itself.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import optax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from jax.tree_util import keystr, tree_map_with_path
-from jaxtyping import PyTree
-
-from jaxmp._src.base import tree_paths
-from jaxmp._src.guard import scale_reads
-from jaxmp._src.memory import bytes_per_device
-from jaxmp._src.step import microbatches, state as states, transform, value_and_grad as gradients
-from jaxmp._src.step.policy import Policy
 
 
-class Compiled(NamedTuple):
-    """What XLA says of a compiled step, in bytes on one device.
+def compiled(step: Callable[..., Any], *args: Any, donate_argnums: int | Sequence[int] = ()) -> int:
+    """The bytes of the largest use of memory of a step on one device, as XLA plans it.
 
-    Attributes:
-      peak: arguments, scratch memory, and results that take no donated argument's place.
-      device: the kind of the devices that it was compiled for.
-    """
+        peak = arguments + scratch memory + results - results in the place of donated arguments
 
-    peak: int
-    device: str
-
-
-class Step(NamedTuple):
-    """A training step: `jaxmp.value_and_grad` and `jaxmp.apply_gradients`, jitted, with params and state donated.
-
-    Attributes:
-      loss_fn, has_aux, policy, accumulate: as for `jaxmp.value_and_grad`; policy None: the loss runs as it is written.
-      optimizer: the transform.
-      batch_argnums: the entries of the batch that microbatches cut.
-    """
-
-    loss_fn: Callable[..., Any]
-    has_aux: bool
-    policy: Policy | None
-    optimizer: optax.GradientTransformation
-    accumulate: int
-    batch_argnums: Sequence[int]
-
-    def run(self, params: PyTree, opt_state: Any, batch: tuple[Any, ...]) -> Any:
-        differentiated = gradients.value_and_grad(
-            self.loss_fn,
-            has_aux=self.has_aux,
-            policy=self.policy,
-            accumulate=self.accumulate,
-            accumulate_argnums=[i + 1 for i in self.batch_argnums],
-        )
-        value, grads = differentiated(params, *batch, opt_state=opt_state)
-        if states.has_loss_scale(opt_state):
-            scale_reads.note_scaled(grads, opt_state)
-        params, opt_state = transform.apply_gradients(self.optimizer, grads, opt_state, params)
-        return params, opt_state, value
-
-
-def compiled(
-    step: Step,
-    arguments: tuple[PyTree, Any, tuple[Any, ...]],
-    splits: Mapping[str, PartitionSpec],
-    data_axes: str | Sequence[str] | None,
-    mesh: bytes_per_device.AnyMesh | None,
-) -> Compiled:
-    """Compiles `step`.
+    XLA compiles the step, which takes seconds to minutes. The number is that of its memory analysis: activations,
+    gradients and temporaries are the scratch memory. Arguments that the step does not read, the fragmentation of the
+    free memory, and the context of a GPU (about 0.5 GB) are not counted.
 
     Args:
-      step: what is compiled.
-      arguments: params, state and batch as arrays or `jax.ShapeDtypeStruct`s, whole.
-      splits: the spec of each param by path; the state is split like its params.
-      data_axes: axes of the mesh over which the batch is split.
-      mesh: the devices; None: the default device.
+      step: the whole training step, of `jax.jit`, `nnx.jit`, `jax.pmap`, or not jitted.
+      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s. For a mesh, with their shardings; it is compiled for the
+        devices of the mesh, real or described (`jax.experimental.topologies`), else for the default device.
+      donate_argnums: as for `jax.jit`, of a step that is not jitted. A jitted step says itself what it donates.
+
+    Returns:
+      A number of bytes.
+
+    Raises:
+      ValueError: `donate_argnums` of a jitted step.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> x = jax.ShapeDtypeStruct((1000, 1000), jnp.float32)
+      >>> compiled(lambda x: x + 1, x), compiled(lambda x: x + 1, x, donate_argnums=0)
+      (8000000, 4000000)
     """
-    params, opt_state, batch = arguments
-    owners = bytes_per_device.owners(params, splits)
-    places = (
-        tree_paths.map_with_path(lambda path, x: _placed(x, splits[path], mesh), params),
-        tree_map_with_path(
-            lambda path, x: _placed(x, bytes_per_device.spec_in_state(keystr(path), x, owners, mesh), mesh), opt_state
-        ),
-        tuple(
-            jax.tree.map(lambda x, i=i: _placed(x, _spec_of_batch(x, data_axes, i in step.batch_argnums), mesh), part)
-            for i, part in enumerate(batch)
-        ),
-    )
-    lowered = jax.jit(lambda *args: step.run(*args), donate_argnums=(0, 1), keep_unused=True).lower(*places)
-    found: Any = lowered.compile().memory_analysis()
-    own_results = max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
-    device = (jax.devices() if mesh is None else mesh.devices.flat)[0]  # type: ignore[union-attr]
-    return Compiled(found.argument_size_in_bytes + found.temp_size_in_bytes + own_results, device.device_kind)
-
-
-def _placed(x: Any, spec: PartitionSpec, mesh: bytes_per_device.AnyMesh | None) -> jax.ShapeDtypeStruct:
-    """`x` as an abstract argument on the devices of `mesh`; None: on the default device."""
-    if mesh is None:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-    if isinstance(mesh, AbstractMesh):
+    if not hasattr(step, "lower"):
+        step = jax.jit(step, donate_argnums=donate_argnums)
+    elif donate_argnums != ():
         raise ValueError(
-            "compiled=True compiles for the devices of mesh, which must be a jax.sharding.Mesh of devices; got an "
-            f"AbstractMesh {mesh}. Make one with jax.make_mesh, or of devices that are only described with "
-            "jax.experimental.topologies."
+            f"memory.compiled: a jitted step says itself what it donates; got donate_argnums={donate_argnums}. Pass it "
+            f"to jax.jit."
         )
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
-
-def _spec_of_batch(x: Any, data_axes: str | Sequence[str] | None, is_cut: bool) -> PartitionSpec:
-    if not (is_cut and data_axes and x.shape) or microbatches.is_key(x):
-        return PartitionSpec()
-    return PartitionSpec(data_axes if isinstance(data_axes, str) else tuple(data_axes))
+    found: Any = step.lower(*args).compile().memory_analysis()  # type: ignore[attr-defined]
+    own_results = max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
+    return found.argument_size_in_bytes + found.temp_size_in_bytes + own_results

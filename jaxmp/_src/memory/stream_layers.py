@@ -85,7 +85,7 @@ def stream_layers(
         if layers % slices:
             raise ValueError(
                 f"num_slices must divide the number of layers; got num_slices={slices} for {layers} layers. Divisors "
-                f"are {_divisors(layers)}."
+                f"are {', '.join(str(i) for i in range(1, layers + 1) if layers % i == 0)}."
             )
         _check_activations(x, num_microbatches)
 
@@ -164,10 +164,6 @@ def _count_layers(params: PyTree) -> int:
             f"{', '.join(f'{n} at {path}' for path, n in sizes.items()) or 'no params'}"
         )
     return next(iter(sizes.values()))
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(i) for i in range(1, n + 1) if n % i == 0)
 
 
 def _check_activations(x: PyTree, num_microbatches: int) -> None:

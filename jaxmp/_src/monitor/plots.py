@@ -8,13 +8,13 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._src.base import optional
 from jaxmp._src.monitor.monitor import Monitor
 from jaxmp._src.monitor.step_stats import StepStats
 from jaxmp._src.monitor.tensor_stats import FORMATS, HIGHEST, LOWEST, TensorStats
-from jaxmp._src.numerics import formats
 
 _STYLES = (("black", "-"), ("#0072b2", "--"), ("#d55e00", ":"), ("0.55", "-."))  # different in lightness and in dashes
 
@@ -48,7 +48,7 @@ def plot_loss_and_scale(runs: Monitor | Rows | Mapping[str, Monitor | Rows], *, 
     marked = False
     for k, ((name, run), (color, dashes)) in enumerate(zip(named.items(), itertools.cycle(_STYLES), strict=False)):
         width = max(1.2, 1.8 + 0.8 * (len(named) - 1) - 0.8 * k)  # each curve is thinner, so equal curves stay visible
-        rows = _rows(run)
+        rows = _recorded(run, "steps", "no step was recorded. Call Monitor.update in the training loop")
         steps, skipped = _column(rows, "step"), _column(rows, "skipped") == 1
         loss, scale = _column(rows, "loss"), _column(rows, "loss_scale")
         above.plot(steps, _smoothed(loss, smooth), dashes, color=color, lw=width, label=name or None)
@@ -127,12 +127,12 @@ def plot_exponents(
         above.fill_between(exponents + 0.5 + by, share, step="mid", color=color, alpha=0.12)
     zeros = float((np.asarray(tensors.zeros)[chosen] * weights).sum() / weights.sum())
     above.set(ylabel="values in an octave [%]", title=f"{100 * zeros:.2g}% are zero", ylim=(0, None))
-    shown = [f for f in formats.formats() if f.name in FORMATS]
-    for row, f in enumerate(reversed(shown)):
-        low, normal, high = (np.log2(x) for x in (f.smallest_subnormal, f.smallest_normal, f.largest))
+    shown = [(name, jnp.finfo(dtype)) for name, dtype in FORMATS.items()]
+    for row, (_, f) in enumerate(reversed(shown)):
+        low, normal, high = (np.log2(float(x)) for x in (f.smallest_subnormal, f.smallest_normal, f.max))
         below.barh(row, high - normal, left=normal, height=0.55, color="0.6", edgecolor="black", lw=0.8)
         below.barh(row, normal - low, left=low, height=0.55, color="white", edgecolor="black", hatch="////", lw=0.8)
-    below.set_yticks(range(len(shown)), [f.name for f in reversed(shown)])
+    below.set_yticks(range(len(shown)), [name for name, _ in reversed(shown)])
     used = exponents[share > 0.001] if np.any(share > 0.001) else exponents
     ends = [used.min() + min(by for _, by, _ in curves), used.max() + max(by for _, by, _ in curves)]
     below.set(xlabel="log2 of the magnitude (hatched: subnormal)", xlim=(min(ends[0], -26) - 1, max(ends[1], 17) + 2))
@@ -268,10 +268,6 @@ def _finish(*panels: Any) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         if any(not label.startswith("_") for label in axes.get_legend_handles_labels()[1]):
             axes.legend(frameon=False, fontsize=8)
-
-
-def _rows(run: Monitor | Rows) -> list[Mapping[str, float]]:
-    return _recorded(run, "steps", "no step was recorded. Call Monitor.update in the training loop")
 
 
 def _samples(run: Monitor | Samples) -> list[tuple[int, StepStats]]:

@@ -252,7 +252,9 @@ def _norm(tree: PyTree, axes: tuple[str, ...]) -> Float[Array, ""]:
 
 def _fp8_stats(grads: PyTree, opt_state: Any, params: PyTree, axes: tuple[str, ...]) -> Fp8Stats:
     leaves, found = tree_paths.leaves_by_path(params), Fp8Stats({}, {}, {})
-    grads = scale_leaves.map_scales(lambda path, g: _amax_of(g, leaves[path]), grads)
+    grads = scale_leaves.map_scales(
+        lambda path, g: amax_records.observe([(g, leaves[path])]).amax.reshape(leaves[path].shape), grads
+    )
     # The gradient of a stored kernel's leaf is no amax; it only says that the layer ran.
     if stored_kernels.stored_pairs(params):
         masters = states.masters_of(opt_state, params)
@@ -266,10 +268,6 @@ def _fp8_stats(grads: PyTree, opt_state: Any, params: PyTree, axes: tuple[str, .
         found.amax[path], found.scale[path] = amax, scale
         found.saturated[path] = amax * scale > np.float32(jnp.finfo(dtype).max)
     return found
-
-
-def _amax_of(gradient: Array, leaf: Array) -> Array:
-    return amax_records.observe([(gradient, leaf)]).amax.reshape(leaf.shape)
 
 
 def _probe(x: Array) -> Array:

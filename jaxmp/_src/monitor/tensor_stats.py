@@ -157,7 +157,11 @@ def sampled(make: Callable[[], T], when: bool | Bool[Array, ""]) -> T | None:
         return make() if when else None
     with jax.named_scope("jaxmp.monitor"):
         like = jax.eval_shape(make)
-        return lax.cond(when, make, lambda: jax.tree.map(_zeros, like))
+
+        def zeros(x: Any) -> Array:
+            return compat.as_varying(jnp.zeros(x.shape, x.dtype), tuple(compat.varying_axes(x)))
+
+        return lax.cond(when, make, lambda: jax.tree.map(zeros, like))
 
 
 def checked_when(when: Any) -> bool | Bool[Array, ""]:
@@ -175,10 +179,6 @@ def checked_when(when: Any) -> bool | Bool[Array, ""]:
             f"jaxmp.all_finite, which are the same everywhere; a loss is the same after jax.lax.pmean."
         )
     return shaped
-
-
-def _zeros(like: Any) -> Array:
-    return compat.as_varying(jnp.zeros(like.shape, like.dtype), tuple(compat.varying_axes(like)))
 
 
 def measure(

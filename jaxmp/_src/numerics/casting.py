@@ -130,18 +130,10 @@ def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     x = jnp.clip(x, -limit, limit)
     if info.nmant == 7 and info.nexp == 8:  # bfloat16 shares float32's exponents, subnormals included
         return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    # The derivative of the rounding to an integer in it is 0, that of a cast 1.
-    grid = np.float32(info.smallest_normal), np.float32(2.0**-info.nmant)
-    return moments.with_derivative_of(x, round_to_grid(x, *grid))
-
-
-def round_to_grid(
-    x: Float[Array, "..."], smallest_normal: Float[Array, ""] | np.float32, step: Float[Array, ""] | np.float32
-) -> Float[Array, "..."]:
-    """float32 `x`, rounded to nearest even in a format whose two numbers may be traced; inf becomes NaN."""
-    # Both are powers of two: the smallest normal number, and the spacing between 1 and 2. Their product is >= 2^-126.
-    spacing = jnp.maximum(power_of_two_below(x), smallest_normal) * step
-    return lax.round(x * inverse_of_power_of_two(spacing), lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
+    # Of two powers of two: the smallest normal number, and the spacing between 1 and 2. Their product is >= 2^-126.
+    spacing = jnp.maximum(power_of_two_below(x), np.float32(info.smallest_normal)) * np.float32(2.0**-info.nmant)
+    rounded = lax.round(x * inverse_of_power_of_two(spacing), lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
+    return moments.with_derivative_of(x, rounded)  # that of the rounding to an integer is 0, that of a cast 1
 
 
 def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."]) -> Float[Array, "..."]:

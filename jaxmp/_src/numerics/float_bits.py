@@ -158,11 +158,6 @@ def ceil_log2(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return exponent.astype(jnp.float32)
 
 
-def exponent_field(x: Float[Array, "..."]) -> Int[Array, "..."]:
-    """The exponent of float32 `x` plus 127, as int32: 0 for zeros and subnormals, 255 for inf and NaN."""
-    return (to_bits(x) >> 23) & 0xFF
-
-
 def _from_exponent(exponent: Int[Array, "..."]) -> Float[Array, "..."]:
     return from_bits((jnp.clip(exponent, -126, 127) + 127) << 23)
 

@@ -46,20 +46,18 @@ class Leaves(NamedTuple):
       paths: the path of each leaf, such as `0/dense/kernel`.
       values: the leaves: arrays, Python numbers, and all other objects that are no trees.
       rebuild: gives the tree with other values in place of these.
-      modules: the static part of the nnx modules in it, or None.
     """
 
     paths: list[str]
     values: list[Any]
     rebuild: Callable[[Sequence[Any]], Any]
-    modules: Any
 
 
 def flat_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Leaves:
     """Takes a tree apart as jax does."""
     found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     paths = [tree_paths.path_str(path) for path, _ in found]
-    return Leaves(paths, [x for _, x in found], lambda given: jax.tree.unflatten(treedef, given), None)
+    return Leaves(paths, [x for _, x in found], lambda given: jax.tree.unflatten(treedef, given))
 
 
 def leaves_of(tree: Any) -> Leaves:
@@ -82,7 +80,7 @@ def leaves_of(tree: Any) -> Leaves:
         whole = with_values(outer.values, others, given[: len(others)])
         return outer.rebuild(with_values(whole, places, merged))
 
-    return Leaves(paths, values, rebuild, modules)
+    return Leaves(paths, values, rebuild)
 
 
 class Inputs:

@@ -158,20 +158,24 @@ def with_hook(fn: Callable[..., Any], nodes: Any, hook: Hook) -> Callable[..., A
 @contextlib.contextmanager
 def _hooked_nnx(nodes: Any, hook: Hook) -> Iterator[None]:
     """Gives each module in `nodes` a class of its own, whose calls have the hook and a named scope as linen's have."""
-    changed: dict[int, tuple[Any, type]] = {}
+    changed: dict[int, tuple[Any, type, Any]] = {}
     try:
         for node in nodes:
             for path, module in nnx.iter_modules(node) if is_module(node) else ():
                 if id(module) not in changed:
-                    changed[id(module)] = module, type(module)
-                    name = str(path[-1]) if path else type(module).__name__
-                    object.__setattr__(module, "_jaxmp_call", (name, "/".join(map(str, path)), hook))
-                    object.__setattr__(module, "__class__", _hooked_class(type(module), _is_tree(module)))
+                    kind, before = type(module), vars(module).get("_jaxmp_call")  # of a transformation around this one
+                    changed[id(module)] = module, kind, before
+                    name, hooks = before or (str(path[-1]) if path else kind.__name__, ())
+                    object.__setattr__(module, "_jaxmp_call", (name, (("/".join(map(str, path)), hook), *hooks)))
+                    if before is None:
+                        object.__setattr__(module, "__class__", _hooked_class(kind, _is_tree(module)))
         yield
     finally:
-        for module, kind in changed.values():
+        for module, kind, before in changed.values():
             object.__setattr__(module, "__class__", kind)
             object.__delattr__(module, "_jaxmp_call")
+            if before is not None:
+                object.__setattr__(module, "_jaxmp_call", before)
 
 
 def _is_tree(module: Any) -> bool:
@@ -183,9 +187,16 @@ def _hooked_class(kind: type, is_tree: bool) -> type:
     """A class whose calls are hooked; like `kind` it is no tree to jax if `kind` was made with `pytree=False`."""
 
     def hooked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name, path, hook = self._jaxmp_call
+        name, hooks = self._jaxmp_call
+
+        def run(hooks: Any) -> Any:
+            if not hooks:
+                return kind.__call__(self, *args, **kwargs)
+            (path, hook), *others = hooks
+            return hook(ModuleCall(self, path, "__call__", lambda: run(others)))
+
         with jax.named_scope(name):
-            return hook(ModuleCall(self, path, "__call__", lambda: kind.__call__(self, *args, **kwargs)))
+            return run(hooks)
 
     options: dict[str, Any] = {} if is_tree else {"pytree": False}
     return type(kind.__name__, (kind,), {"__call__": hooked_call, "__module__": kind.__module__}, **options)

@@ -111,11 +111,6 @@ def reads_fp8(jaxpr: Any) -> bool:
     return any_fp8({d for eqn in equations(jaxpr) for d in dtypes_of(eqn.invars)})
 
 
-def makes_fp8(jaxpr: Any) -> bool:
-    """Whether an equation of a jaxpr, or of one inside of it, returns an array in fp8."""
-    return any_fp8({d for eqn in equations(jaxpr) for d in dtypes_of(eqn.outvars)})
-
-
 def any_fp8(dtypes: Iterable[Any]) -> bool:
     """Whether one of these dtypes is a float of 8 bits."""
     return any(d.name.startswith("float8") for d in dtypes)  # numpy makes the name anew each time: look at few
@@ -175,26 +170,12 @@ def rows_going_on(holds: Any, new: list[Any], old: list[Any]) -> list[Any]:
     ]
 
 
-def as_function(eqn: Any) -> Any:
-    """An equation as a function of its operands that are not literals; its derivative rules are kept."""
-    operands = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, core.Literal)))
-    names = ("",) * len(operands), ("",) * len(eqn.outvars)
-    about = core.DebugInfo("autocast", eqn.primitive.name, *names)
-    jaxpr = core.Jaxpr((), operands, eqn.outvars, [eqn], eqn.effects, about)
-    run = core.jaxpr_as_fun(_closed(jaxpr, ()))
-    places = [operands.index(v) for v in eqn.invars if not isinstance(v, core.Literal)]
-
-    def function(*values: Any) -> list[Any]:
-        by_place = dict(zip(places, values, strict=True))
-        return run(*(by_place[i] for i in range(len(operands))))
-
-    return function
-
-
 def run_as_traced(eqn: Any, operands: list[Any]) -> list[Any]:
     """The results of an equation as it was traced, with its derivative rules, for all of its operands."""
-    run = as_function(eqn)
-    return list(run(*(x for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, core.Literal))))
+    values = {v: x for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, core.Literal)}
+    about = core.DebugInfo("autocast", eqn.primitive.name, ("",) * len(values), ("",) * len(eqn.outvars))
+    jaxpr = core.Jaxpr((), list(values), eqn.outvars, [eqn], eqn.effects, about)
+    return list(core.jaxpr_as_fun(_closed(jaxpr, ()))(*values.values()))
 
 
 def jaxpr_as_function(jaxpr: Any, consts: Any) -> Any:

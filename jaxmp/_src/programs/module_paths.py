@@ -23,7 +23,7 @@ REGIONS = re.compile(re.escape(REGION) + r"\(([^()]*)\)")
 # And so are regions of fp8: `jaxmp.fp8(off)`.
 FP8 = "jaxmp.fp8"
 _FP8_REGIONS = re.compile(re.escape(FP8) + r"\((on|off)\)")
-_WRAPPED = re.compile(r"^(?:\w+\()+(.*?)\)+$")
+_WRAPPED = re.compile(r"\w+\(([^()]*)\)")  # by a transformation, perhaps several scopes: jvp(block_0/up)
 
 # A part of the key under which `jax.jit` caches what it traced: with markers it is another program.
 _KEY = jax.make_user_context(None)
@@ -92,12 +92,6 @@ def path_of(stack: str) -> str:
     return (chain(stack) or ("",))[-1]
 
 
-def module_of(stack: str) -> str | None:
-    """The innermost flax module of a name stack, "" for the root; None where there is none."""
-    found = _MARKER.findall(stack)
-    return found[-1] if found else None
-
-
 def _pieces(stack: str) -> list[tuple[list[str], str]]:
     """The scopes before each marker, with its path; and those after the last, with ""."""
     found, start = [], 0
@@ -108,8 +102,12 @@ def _pieces(stack: str) -> list[tuple[list[str], str]]:
 
 
 def _scopes(text: str) -> list[str]:
-    unwrapped = (_WRAPPED.sub(r"\1", part) for part in text.split("/"))
-    return [part for part in unwrapped if part and part != "rematted_computation"]
+    while (unwrapped := _WRAPPED.sub(r"\1", text)) != text:
+        text = unwrapped
+    # Beside a marker, a parenthesis may have lost its other one.
+    parts = (re.sub(r"^(?:\w+\()+", "", part) for part in text.split("/"))
+    parts = (part if "(" in part else part.rstrip(")") for part in parts)
+    return [part for part in parts if part and part != "rematted_computation"]
 
 
 def _extended(base: str, scopes: list[str]) -> list[str]:

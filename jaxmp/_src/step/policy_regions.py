@@ -153,8 +153,8 @@ def autocast(
       widest: names that run in the widest dtype of their inputs.
       modules: dtypes of flax modules by patterns of their paths, as `{"head": jnp.float32,
         "Block_3/*": jnp.bfloat16}`; the first that fits counts, and holds for what the module calls unless that is
-        named itself. nnx modules have paths where they are arguments of `fn`. `jaxmp.suggest_policy` finds out which
-        modules need it. Given, also as `{}`, it silences the warning about layers with `dtype=float32`.
+        named itself. nnx modules have paths where they are arguments of `fn`. Given, also as `{}`, it silences the
+        warning about layers with `dtype=float32`.
       output_dtype: casts the floats that `fn` returns; None leaves each in the dtype it was computed in.
       recipe: a recipe without state (`CurrentScaling`, `RowwiseScaling`, `BlockScaling`, `MXFP8`,
         `NVFP4(stochastic_rounding=False)`), or a dict from patterns of paths to several. It replaces the policy's, also

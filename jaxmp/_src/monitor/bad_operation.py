@@ -6,23 +6,15 @@ narrow floats in float32, to find the result that it would have with more range.
 """
 
 import dataclasses
-import functools
 import linecache
-import os
-import pathlib
-import sysconfig
-from typing import Any
+from typing import Any, NamedTuple
 
-import flax
-import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
-import optax
 
-import pallas_kernels
+from jaxmp._src.base import warn
+from jaxmp._src.monitor import nonfinite
 from jaxmp._src.programs import module_paths
-from jaxmp._src.replay import nonfinite
 
 _DTYPES = ("preferred_element_type", "new_dtype")  # parameters of primitives that name a result's dtype
 
@@ -135,30 +127,31 @@ def describe(
     eqn: Any, operands: list[Any], results: list[Any], which: int, outer: "Place", bad: Any, note: str = ""
 ) -> BadOp:
     """Describes an equation in the jaxpr at `outer`: result number `which` is not finite in the elements `bad`."""
-    result = results[which]
-    place = outer.inside(eqn)
-    values = np.asarray(result).astype(np.float32) if np.dtype(result.dtype).itemsize < 4 else np.asarray(result)
-    bad = np.asarray(bad)
-    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape)) if bad.ndim else ()
-    first = nonfinite.NonFinite(place.module, index, values[index].item(), int(bad.sum()), bad.size)
+    result, place = results[which], outer.inside(eqn)
+    module = module_paths.path_of(place.stack)
     return BadOp(
         primitive=eqn.primitive.name,
-        module=place.module,
-        backward=place.backward,
+        module=module,
+        backward=module_paths.is_backward(place.stack),
         source=place.source,
         iterations=place.iterations,
         operands=tuple(_operand(x) for x in operands),
         dtype=str(result.dtype),
         shape=tuple(result.shape),
-        first=first,
+        first=nonfinite.first_of(module, result, bad),
         limit=float(jnp.finfo(result.dtype).max),
         float32_amax=_float32_amax(eqn, operands, which),
         note=note,
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+def of_argument(x: Any, bad: nonfinite.NonFinite) -> BadOp:
+    """An argument that is not finite itself."""
+    limit = float(jnp.finfo(x.dtype).max)
+    return BadOp("argument", bad.path, False, "", (), (), str(x.dtype), tuple(np.shape(x)), bad, limit, None)
+
+
+class Place(NamedTuple):
     """The place of a function: the whole one, or one inside.
 
     Attributes:
@@ -171,39 +164,22 @@ class Place:
     source: str = ""
     iterations: tuple[int, ...] = ()
 
-    @property
-    def module(self) -> str:
-        """The path of the module or named scope."""
-        return module_paths.path_of(self.stack)
-
-    @property
-    def backward(self) -> bool:
-        """Whether it is in the backward pass, recomputed forward passes included."""
-        return module_paths.is_backward(self.stack)
-
-    def inside(self, eqn: Any, iteration: int | None = None) -> "Place":
+    def inside(self, eqn: Any, *iteration: int) -> "Place":
         """The place of an equation, or of the function inside it."""
         stack = module_paths.join(self.stack, str(eqn.source_info.name_stack))
-        iterations = self.iterations if iteration is None else (*self.iterations, iteration)
-        return Place(stack, _source(eqn) or self.source, iterations)
+        traceback, others = eqn.source_info.traceback, warn.folders_between()
+        frames = (f for f in (traceback.frames if traceback else ()) if not f.file_name.startswith(others))
+        line = next((f"{f.file_name}:{f.line_num} ({f.function_name})" for f in frames), self.source)
+        return Place(stack, line, (*self.iterations, *iteration))
 
 
 def _operand(x: Any) -> Operand:
     if not (jnp.issubdtype(x.dtype, jnp.number) and x.size):
         return Operand(str(x.dtype), tuple(x.shape), float("nan"), True)
-    x = nonfinite.on_host_if_small(x)
-    amax, finite = _amax(np, x) if isinstance(x, np.ndarray) else jax.device_get(_amax_on_device(x))
-    return Operand(str(x.dtype), tuple(x.shape), float(amax), bool(finite))
-
-
-def _amax(xp: Any, x: Any) -> Any:
-    magnitude = xp.abs(x if jnp.issubdtype(x.dtype, jnp.complexfloating) else x.astype(np.float32))
-    finite = xp.isfinite(magnitude)
-    largest = xp.max(xp.where(finite, magnitude, -1.0))
-    return xp.where(largest < 0, np.nan, largest), xp.all(finite)
-
-
-_amax_on_device = jax.jit(functools.partial(_amax, jnp))
+    magnitude = np.abs(nonfinite.as_wide(np.asarray(x)))
+    finite = np.isfinite(magnitude)
+    amax = float(np.max(magnitude, where=finite, initial=0)) if finite.any() else float("nan")
+    return Operand(str(x.dtype), tuple(x.shape), amax, bool(finite.all()))
 
 
 def _is_narrow(dtype: Any) -> bool:
@@ -226,21 +202,3 @@ def _float32_amax(eqn: Any, operands: list[Any], which: int) -> float | None:
         return None
     result = result[which] if eqn.primitive.multiple_results else result
     return float(np.max(np.abs(np.asarray(result))))  # NaN stays NaN
-
-
-def _source(eqn: Any) -> str:
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(_libraries()) and not frame.file_name.startswith("<frozen"):
-            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-    return ""
-
-
-@functools.cache
-def _libraries() -> tuple[str, ...]:
-    """Folders whose lines are not the user's."""
-    stdlib = sysconfig.get_paths()["stdlib"]
-    packages = (os.path.dirname(module.__file__ or "") for module in (jax, jaxlib, flax, optax, np, pallas_kernels))
-    own = str(pathlib.Path(__file__).parents[2])  # the folder of jaxmp
-    parts = [f"{stdlib}{os.sep}{name}" for name in ("contextlib.py", "functools.py", "runpy.py", "threading.py")]
-    return (*(f"{folder}{os.sep}" for folder in (*packages, own)), *parts)

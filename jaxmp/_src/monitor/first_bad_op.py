@@ -1,0 +1,194 @@
+"""Runs a function one operation at a time, to find the operation that turns finite numbers into inf or NaN.
+
+Not every inf is a fault: a mask adds -inf to scores, and exp turns it into zeros. So the search starts from the
+results. Each value that is not finite carries its *origins*: the operations whose result was worse than their operands
+(inf from finite numbers, NaN from inf, or one more bad element of an elementwise operation). An origin counts if it
+reaches a result of the function. The first that counts, in the order of the program, is the answer.
+
+Calls, branches and loops first run as a whole. Only if their results are not finite, the search goes inside by the same
+rules, in a loop iteration by iteration. Values are freed after their last reader, so the search needs as much memory as
+the function without jit, and a little time for each operation: seconds for a model of a few thousand operations.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from jaxmp._src.monitor import bad_operation, nonfinite
+from jaxmp._src.monitor.bad_operation import Place
+from jaxmp._src.programs import array_functions, flax_modules, jaxprs
+
+_ENTERED = jaxprs.CALLS | jaxprs.CONTROL_FLOW
+_MOST_WALKS = 3  # iterations of one loop that are searched; the first that turns bad has the answer
+Taint = frozenset[int]  # the origins of a value, by number; empty if it is finite
+_NONE: Taint = frozenset()
+_NOTES = {1: "makes NaN from inf", 2: "an operand is infinite from the start: a constant of the program"}
+_COMPILED = "its result is not finite when compiled as one program; operation by operation it is finite"
+
+
+def first_bad_op(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bad_operation.BadOp | None:
+    """The first operation of `fn(*args, **kwargs)` that makes inf or NaN which reaches a result.
+
+    Runs the function operation by operation, outside of jit. To search a backward pass, pass the function that contains
+    it: `first_bad_op(jax.grad(loss_fn), params, batch)`.
+
+    Args:
+      fn: a function of any arguments, with arrays and nnx modules among them; it may call jitted, rematerialized and
+        scanned functions. A `shard_map` and a Pallas kernel count as one operation.
+      *args: its arguments, as for a call.
+      **kwargs: keyword arguments.
+
+    Returns:
+      A `BadOp`, which prints as a report, or None if all results are finite.
+
+    Example:
+      >>> def f(x):
+      ...     with jax.named_scope("head"):
+      ...         return jnp.sum(x * x)
+      >>> bad = first_bad_op(f, jnp.full((2, 2), 300.0, jnp.float16))
+      >>> bad.where(), bad.operands[0].amax, bad.float32_amax
+      ('mul in head (forward)', 300.0, 90000.0)
+    """
+    inputs = array_functions.Inputs(array_functions.leaves_of((args, kwargs)))
+    closed = jax.make_jaxpr(lambda *arrays: inputs.call(flax_modules.named(fn), arrays))(*inputs.values)
+    walker, taints = _Walker(), []
+    for x, path in zip(inputs.values, inputs.paths, strict=True):
+        bad = nonfinite.first_nonfinite({path: x})
+        taints.append(_NONE if bad is None else walker.add(bad_operation.of_argument(x, bad)))
+    values = [jnp.asarray(x) for x in inputs.values]
+    results = walker.run(jaxprs.open_jaxpr(closed), values, taints, Place())
+    reached = frozenset().union(*results)
+    return walker.origins[min(reached, key=lambda i: (walker.ranks[i], i))] if reached else None
+
+
+class _Walker:
+    """The origins found so far, and the walk through a program that finds them."""
+
+    def __init__(self) -> None:
+        self.origins: list[bad_operation.BadOp] = []
+        self.ranks: list[int] = []  # 0: from finite numbers; 1: NaN from inf; 2: only from an infinite constant
+
+    def add(self, origin: bad_operation.BadOp, rank: int = 0) -> Taint:
+        self.origins.append(origin)
+        self.ranks.append(rank)
+        return frozenset({len(self.origins) - 1})
+
+    def run(self, function: Any, values: list[Any], taints: list[Taint], place: Place) -> list[Taint]:
+        """Runs a function equation by equation; returns the taints of its results."""
+        jaxpr, consts = function
+        given = zip((*consts, *values), (*[_NONE] * len(consts), *taints), strict=True)
+        held: dict[Any, tuple[Any, Taint]] = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
+        last = {v: t for t, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not isinstance(v, core.Literal)}
+        last |= dict.fromkeys((v for v in jaxpr.outvars if not isinstance(v, core.Literal)), len(jaxpr.eqns))
+
+        def read(v: Any) -> tuple[Any, Taint]:
+            aval: Any = v.aval
+            return (jnp.asarray(v.val, aval.dtype), _NONE) if isinstance(v, core.Literal) else held[v]
+
+        for t, eqn in enumerate(jaxpr.eqns):
+            operands, tainted = [read(v)[0] for v in eqn.invars], [read(v)[1] for v in eqn.invars]
+            if "donated_invars" in eqn.params:  # a jit inside must not overwrite values that are read again
+                eqn = eqn.replace(params=eqn.params | {"donated_invars": (False,) * len(eqn.invars)})
+            results = jaxprs.run_as_traced(eqn, operands)
+            found = self.taints_of(eqn, operands, tainted, results, place)
+            held |= dict(zip(eqn.outvars, zip(results, found, strict=True), strict=True))
+            for v in (*eqn.invars, *eqn.outvars):
+                if not isinstance(v, core.Literal) and last.get(v, -1) <= t:
+                    held.pop(v, None)
+        return [read(v)[1] for v in jaxpr.outvars]
+
+    def taints_of(
+        self, eqn: Any, operands: list[Any], tainted: list[Taint], results: list[Any], place: Place
+    ) -> list[Taint]:
+        severities = _severities(results)
+        if not any(severities):
+            return [_NONE] * len(results)
+        inherited = frozenset().union(*tainted)
+        is_entered = eqn.primitive.name in _ENTERED
+        inner = self.inside(eqn, operands, tainted, place) if is_entered else [_NONE] * len(results)
+        worst = max(_severities(operands), default=0)
+        found = []
+        for i, severity in enumerate(severities):
+            if not severity or inner[i]:
+                found.append(inner[i] if severity else _NONE)
+                continue
+            bad = ~jnp.isfinite(nonfinite.as_wide(results[i]))
+            rank = 0 if not worst else 1 if severity > worst else 2
+            if rank and jaxprs.is_elementwise(eqn):
+                floats = [x for x in operands if jnp.issubdtype(x.dtype, jnp.inexact)]
+                fresh = functools.reduce(lambda bad, x: bad & jnp.isfinite(nonfinite.as_wide(x)), floats, bad)
+                bad, rank = (fresh, 0) if fresh.any() else (bad, rank)  # bad elements that come from finite ones
+            if rank < 2 or not inherited:
+                note = _COMPILED if is_entered else _NOTES.get(rank, "")
+                origin = bad_operation.describe(eqn, operands, results, i, place, bad, note)
+                found.append(inherited | self.add(origin, rank))
+            else:
+                found.append(inherited)
+        return found
+
+    def inside(self, eqn: Any, operands: list[Any], tainted: list[Taint], place: Place) -> list[Taint]:
+        """The taints of the results of an equation that calls, branches or loops."""
+        functions, name = jaxprs.functions_of(eqn), eqn.primitive.name
+        if name == "scan":
+            return self.scan(eqn, functions[0], operands, tainted, place)
+        if name == "while":
+            return self.loop(eqn, functions, operands, tainted, place)
+        which = 0
+        if name == "cond":
+            which, operands, tainted = int(np.clip(operands[0], 0, len(functions) - 1)), operands[1:], tainted[1:]
+        return self.run(functions[which], operands, tainted, place.inside(eqn))
+
+    def scan(self, eqn: Any, body: Any, operands: list[Any], tainted: list[Taint], place: Place) -> list[Taint]:
+        n_consts, n_carry = jaxprs.scan_counts(eqn)
+        start, length = n_consts + n_carry, eqn.params["length"]
+        carry, taints = operands[n_consts:start], tainted[n_consts:start]
+        stacked = [_NONE] * (len(eqn.outvars) - n_carry)
+        turn = functools.partial(self.turn, body, jax.jit(jaxprs.jaxpr_as_function(*body)), [])
+        for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+            values = [*operands[:n_consts], *carry, *(x[i] for x in operands[start:])]
+            given = [*tainted[:n_consts], *taints, *tainted[start:]]
+            given = [t if s else _NONE for t, s in zip(given, _severities(values), strict=True)]
+            results, found = turn(values, given, place.inside(eqn, i))
+            carry, taints = results[:n_carry], found[:n_carry]
+            stacked = [a | b for a, b in zip(stacked, found[n_carry:], strict=True)]
+        return [*taints, *stacked]
+
+    def loop(self, eqn: Any, functions: Any, operands: list[Any], tainted: list[Taint], place: Place) -> list[Taint]:
+        first = eqn.params["cond_nconsts"]
+        second = first + eqn.params["body_nconsts"]
+        carry, taints, walks = operands[second:], tainted[second:], []
+        holds, run = (jax.jit(jaxprs.jaxpr_as_function(*function)) for function in functions)
+
+        @jax.jit
+        def next_carry(going_on: Any, *values: Any) -> list[Any]:
+            return jaxprs.rows_going_on(going_on, run(*values), list(values[second - first :]))
+
+        i = 0
+        while np.any(going_on := holds(*operands[:first], *carry)[0]):
+            values, given = [*operands[first:second], *carry], [*tainted[first:second], *taints]
+            compiled = functools.partial(next_carry, going_on)
+            carry, taints = self.turn(functions[1], compiled, walks, values, given, place.inside(eqn, i))
+            i += 1
+        return taints
+
+    def turn(
+        self, body: Any, compiled: Any, walks: list[Place], values: list[Any], tainted: list[Taint], place: Place
+    ) -> tuple[list[Any], list[Taint]]:
+        """One turn of a loop: (what its body returns, the taints of that). `walks` are the turns that were searched."""
+        results = compiled(*values)
+        severities = _severities(results)
+        inherited = frozenset().union(*tainted)
+        taints = [inherited] * len(results)
+        if any(severities) and len(walks) < _MOST_WALKS:
+            walks.append(place)
+            taints = [walked or inherited for walked in self.run(body, values, tainted, place)]
+        return results, [t if s else _NONE for t, s in zip(taints, severities, strict=True)]
+
+
+def _severities(values: list[Any]) -> list[int]:
+    return [int(x) for x in jax.device_get([nonfinite.severity(x) for x in values])]

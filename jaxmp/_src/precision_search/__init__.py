@@ -1,1 +1,0 @@
-"""Finds out which module of a model can run in which format."""

@@ -1,1 +1,0 @@
-"""One step run again: which leaf, which operation, numbers or machine."""
