@@ -105,7 +105,7 @@ def value_and_grad(
 
         def called(params: PyTree, rest: PyTree, arrays: dict[int, PyTree]) -> tuple[Any, Any]:
             """What the loss returned, and the modules after it."""
-            merged = _merge(graphdef, params, rest)
+            merged = nnx.merge(graphdef, nnx.State({0: params}), rest, copy=True)
             given = arrays | dict(zip(passed, merged[1:], strict=True))
             run = flax_layers.with_modules(looked_at, (merged[0],))
             return run(merged[0], *(given[i] for i in range(1, len(args) + 1)), **kwargs), merged
@@ -185,8 +185,9 @@ class Optimizer(nnx.Optimizer):
         loss_scale: Any = "auto",
     ):
         tx, chosen = named_once.wrapped(tx, policy, keep_fp32, loss_scale)
-        if chosen is not None and scales.is_delayed(chosen.recipe) and not _has_scales(model):
-            to_fp8(model, chosen.recipe)
+        if chosen is not None and scales.is_delayed(chosen.recipe):
+            if not jax.tree.leaves(nnx.state(model, Fp8Scale)):
+                to_fp8(model, chosen.recipe)
         wrt = _with_scales(model, wrt)
 
         super().__init__(model, tx, wrt=wrt)
@@ -326,14 +327,6 @@ def _split(modules: tuple[Any, ...], wrt: Any) -> tuple[Any, PyTree, PyTree]:
     fits = nnx.filterlib.to_predicate(wrt)
     graphdef, params, rest = nnx.split(modules, lambda path, x: path[0] == 0 and fits(path[1:], x), ...)
     return graphdef, params.get(0, nnx.State({})), rest
-
-
-def _merge(graphdef: Any, params: PyTree, rest: PyTree) -> tuple[Any, ...]:
-    return nnx.merge(graphdef, nnx.State({0: params}), rest, copy=True)
-
-
-def _has_scales(model: nnx.Module) -> bool:
-    return bool(jax.tree.leaves(nnx.state(model, Fp8Scale)))
 
 
 def _with_scales(model: nnx.Module, wrt: Any) -> Any:

@@ -78,7 +78,8 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
             scales = PartitionSpec() if shape is None else spec_of_scales(x.scales.shape, sharding)
             return moments.Quantized(placed(PartitionSpec() if shape is None else _spec_of(sharding)), placed(scales))
         if (axis := per_device.axis_of(path)) is not None:
-            check_devices(path, x, mesh if mesh is not None else _mesh_in_use(axis))
+            in_use = jax.sharding.get_abstract_mesh()  # of `jax.set_mesh`: PartitionSpecs tell no mesh
+            check_devices(path, x, mesh if mesh is not None else in_use if axis in in_use.shape else None)
             rest = _spec_of(sharding) if shape is not None and x.shape[1:] == shape else ()
             return placed(PartitionSpec(axis, *rest))
         return placed(_spec_of(sharding) if x.shape == shape else PartitionSpec())
@@ -98,12 +99,6 @@ def check_devices(path: Any, x: Any, mesh: Any) -> None:
             f'number of devices of its axis, as reduce_gradients("data", wire_dtype=jnp.int8, '
             f'devices=mesh.shape["data"]).'
         )
-
-
-def _mesh_in_use(axis: str) -> Any:
-    """The mesh of `jax.set_mesh`, if it has the axis; PartitionSpecs tell no mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh if axis in mesh.shape else None
 
 
 def _check_order(tx: Any, params: PyTree, shardings: PyTree) -> None:

@@ -80,7 +80,9 @@ def gather(
     """
     param_layout.check_is_layout(layout, "gather(params, layout)")
     manual, devices = layout.axis_name in compat.manual_axes(), layout.mesh.shape[layout.axis_name]
-    if not manual and compat.manual_axes() and layout.axis_name not in _auto_axes():
+    here = jax.sharding.get_abstract_mesh()
+    auto_axes = {*here.axis_names} - {*here.manual_axes}  # XLA splits arrays over these
+    if not manual and compat.manual_axes() and layout.axis_name not in auto_axes:
         raise ValueError(
             f"the axis that params are cut over must be bound where they are gathered; got {layout.axis_name!r} inside "
             f"a shard_map over {', '.join(compat.manual_axes())}. Make the layout with a mesh that has these axes."
@@ -199,12 +201,6 @@ def save_all_but_gathered(policy: Any = None) -> Any:
         return True if policy is None else policy(primitive, *args, **params)
 
     return saveable
-
-
-def _auto_axes() -> tuple[str, ...]:
-    """Axes of the current mesh that XLA splits arrays over: those that are not manual."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
 
 
 def _check_whole(path: str, g: Array, layout: Layout, cut: Cut) -> None:

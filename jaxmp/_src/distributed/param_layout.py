@@ -223,7 +223,9 @@ def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout)
         owner = shardings_lib.owner_of(keystr(path), cuts)
         cut = None if owner is None else cuts[owner]
         if cut is not None and cut.dim is not None and jnp.ndim(x) == len(cut.shape) + 1:
-            cut = _behind_a_leading_axis(cut, jnp.shape(x)[0])
+            # It holds several of a param: those of each device, or of the last steps.
+            shape = (jnp.shape(x)[0], *cut.shape)
+            cut = Cut(PartitionSpec(None, *cut.spec), shape, cut.dim + 1, cut.padded)
         if cut is None or cut.dim is None or jnp.ndim(x) != len(cut.shape):
             found |= cut is not None
             return x
@@ -243,12 +245,6 @@ def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout)
     if not found:
         tree_paths.check_same_structure(tree, layout.cuts, "the tree", "the layout", _HOW_TO_MAKE_ONE)
     return mapped
-
-
-def _behind_a_leading_axis(cut: Cut, length: int) -> Cut:
-    """The cut of an array of the state that holds several of a param: those of each device, or of the last steps."""
-    assert cut.dim is not None
-    return Cut(PartitionSpec(None, *cut.spec), (length, *cut.shape), cut.dim + 1, cut.padded)
 
 
 def _whole_along(x: Any, cut: Cut) -> Any:

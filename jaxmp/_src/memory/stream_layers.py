@@ -116,7 +116,8 @@ def stream_layers(
         if num_microbatches > 1:
             x = jax.tree.map(lambda x: _split(x, num_microbatches), x)
         x, _ = lax.scan(body, x, cut)
-        return jax.tree.map(_join, x) if num_microbatches > 1 else x
+        # The inverse of `_split`: [k, n/k, ...] -> [n, ...].
+        return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), x) if num_microbatches > 1 else x
 
     return apply
 
@@ -137,11 +138,6 @@ _float_to_host.defvjp(lambda x: (host_memory.to_host(x), None), lambda _, ct: (h
 def _split(x: Array, k: int) -> Array:
     """[n, ...] -> [k, n/k, ...], part i with the rows i, i + k, ..."""
     return x.reshape(x.shape[0] // k, k, *x.shape[1:]).swapaxes(0, 1)
-
-
-def _join(x: Array) -> Array:
-    """The inverse of `_split`: [k, n/k, ...] -> [n, ...]."""
-    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
 
 def _check_count(name: str, count: Any) -> None:

@@ -161,7 +161,8 @@ class Monitor:
         row = {"step": float(step)} | {key: log.as_number(value) for key, value in metrics.items()}
         self.steps.append(row)
         found = list(self._of_step(step, row))
-        stats = _first_copy(stats)
+        if stats is not None and np.ndim(stats.loss_scale):  # pmap made several copies
+            stats = jax.tree.map(lambda x: x[0], stats)
         stats = stats if stats is not None and bool(stats.grads.sampled) else None
         found += self._of_norms(step, row, stats)
         found += self._absences.of_step(step, row, stats is not None)
@@ -183,7 +184,9 @@ class Monitor:
         found = [*rules.stuck_scale(step, row, self._patience)]
         found += [*rules.infinite_norm(step, row), *rules.lost_gradients(step, row), *rules.spoiled_amaxes(step, row)]
         if len(self._skipped) == self._skipped.maxlen or rules.are_many(self._skipped):
-            found += rules.skips(step, list(self._skipped), self._limits["skip_ratio"], self._most_suspect())
+            counts = Counter(path for s in self._suspected for kind, path in s if kind == "overflow")
+            suspect = counts.most_common(1)[0][0] if counts else ""
+            found += rules.skips(step, list(self._skipped), self._limits["skip_ratio"], suspect)
         jump = None
         if skipped:
             jump = self._losses.skip(step, math.nan if loss is None else loss)
@@ -251,10 +254,6 @@ class Monitor:
         window = self._suspected.maxlen or 1
         return in_a_row or times >= max(self._patience, rules.RATES.get(suspicion.kind, rules.USUAL_RATE) * window)
 
-    def _most_suspect(self) -> str:
-        counts = Counter(path for s in self._suspected for kind, path in s if kind == "overflow")
-        return counts.most_common(1)[0][0] if counts else ""
-
 
 def _check_update(step: Any, metrics: Any, loss: Any, stats: Any) -> None:
     # Without these checks a wrong argument would fail two steps later; inside a compiled step it would not fail at all.
@@ -279,10 +278,3 @@ def _of_this_process(x: Any) -> Any:
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         return np.concatenate([np.ravel(shard.data) for shard in x.addressable_shards])
     return x
-
-
-def _first_copy(stats: StepStats | None) -> StepStats | None:
-    """`stats`, or the first copy, if pmap made several."""
-    if stats is None or np.ndim(stats.loss_scale) == 0:
-        return stats
-    return jax.tree.map(lambda x: x[0], stats)

@@ -398,11 +398,12 @@ def overflow(step: int, stats: StepStats) -> Iterator[Finding]:
         return  # the gradients are then not finite either
     names, bad = stats.grads.names, np.flatnonzero(stats.grads.nonfinite > 0)
     if 2 * len(bad) > len(names):  # most of them: one common cause
+        which = "the only gradient is" if len(names) == 1 else f"{len(bad)} of {len(names)} gradients are"
         yield Finding(
             "overflow",
             step,
             "grads",
-            f"{_how_many(len(bad), len(names))} not finite, in several samples: the loss is not finite, or the "
+            f"{which} not finite, in several samples: the loss is not finite, or the "
             f"gradient of a late layer, from which all earlier gradients are computed. Watch the activations "
             f"(jaxmp.monitor.watch_activations) or find the operation (jaxmp.monitor.first_bad_op), and check the "
             f"batch. Or lower the learning rate.",
@@ -417,10 +418,6 @@ def overflow(step: int, stats: StepStats) -> Iterator[Finding]:
             f"several samples; most other gradients are finite, so this layer has the largest ones. Clip them, scale "
             f"them down (jaxmp.scale_gradient), or keep the layer in bfloat16 or float32.",
         )
-
-
-def _how_many(bad: int, names: int) -> str:
-    return "the only gradient is" if names == 1 else f"{bad} of {names} gradients are"
 
 
 def near_overflow(step: int, stats: StepStats) -> Iterator[Finding]:

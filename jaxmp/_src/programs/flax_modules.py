@@ -168,7 +168,8 @@ def _hooked_nnx(nodes: Any, hook: Hook) -> Iterator[None]:
                     name, hooks = before or (str(path[-1]) if path else kind.__name__, ())
                     object.__setattr__(module, "_jaxmp_call", (name, (("/".join(map(str, path)), hook), *hooks)))
                     if before is None:
-                        object.__setattr__(module, "__class__", _hooked_class(kind, _is_tree(module)))
+                        is_tree = jax.tree.structure(module) != jax.tree.structure(0)
+                        object.__setattr__(module, "__class__", _hooked_class(kind, is_tree))
         yield
     finally:
         for module, kind, before in changed.values():
@@ -176,10 +177,6 @@ def _hooked_nnx(nodes: Any, hook: Hook) -> Iterator[None]:
             object.__delattr__(module, "_jaxmp_call")
             if before is not None:
                 object.__setattr__(module, "_jaxmp_call", before)
-
-
-def _is_tree(module: Any) -> bool:
-    return jax.tree.structure(module) != jax.tree.structure(0)
 
 
 @functools.cache

@@ -39,13 +39,15 @@ def call(fn: Callable[..., Any], transform: Callable[..., Any], args: Any, kwarg
         with haiku.with_rng(key):
             return fn(*args, **kwargs)
 
-    before = haiku.get_current_state()
+    before = dict(jax.tree_util.tree_leaves_with_path(haiku.get_current_state()))
     out = transform(with_own_keys)(*args, **kwargs)
-    if (changed := _first_change(before, haiku.get_current_state())) is not None:
-        raise ValueError(
-            f"{what} inside of hk.transform traces a function, which may read haiku's state but not change it; it "
-            f"changed {changed}. Wrap the transformed function: {what}(f.apply, ...) with f = hk.transform_with_state."
-        )
+    for path, x in jax.tree_util.tree_leaves_with_path(haiku.get_current_state()):
+        if before.get(path) is not x:
+            raise ValueError(
+                f"{what} inside of hk.transform traces a function, which may read haiku's state but not change it; it "
+                f"changed {jax.tree_util.keystr(path, simple=True, separator='/')}. Wrap the transformed function: "
+                f"{what}(f.apply, ...) with f = hk.transform_with_state."
+            )
     return out
 
 
@@ -66,11 +68,3 @@ def _haiku_inside_transform() -> Any:
     except ValueError:  # outside of transforms
         return None
     return haiku
-
-
-def _first_change(before: Any, after: Any) -> str | None:
-    old = {path: x for path, x in jax.tree_util.tree_leaves_with_path(before)}
-    for path, x in jax.tree_util.tree_leaves_with_path(after):
-        if old.get(path) is not x:
-            return jax.tree_util.keystr(path, simple=True, separator="/")
-    return None

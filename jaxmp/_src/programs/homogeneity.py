@@ -136,8 +136,8 @@ def _result(eqn: Any, name: str, operands: list[Degree]) -> Degree:
     if name in _KEEPS or name in _JOINS:
         return _joined(operands)
     if name == "clamp" or name in _INDEXES:
-        values = operands if name == "clamp" else [d for d, v in zip(operands, eqn.invars, strict=True) if _is_float(v)]
-        return _joined(values)
+        pairs = zip(operands, eqn.invars, strict=True)
+        return _joined([d for d, v in pairs if name == "clamp" or jnp.issubdtype(v.aval.dtype, jnp.floating)])
     if name == "select_n":
         return _chosen(operands[0], operands[1:])
     if name in _COMPARES:
@@ -171,7 +171,3 @@ def _chosen(by: Degree, among: list[Degree]) -> Degree:
     if by == NONE and joined != UNKNOWN:
         return EVERY if joined == EVERY else NONE
     return joined if by in (0.0, EVERY) else UNKNOWN
-
-
-def _is_float(v: Any) -> bool:
-    return jnp.issubdtype(v.aval.dtype, jnp.floating)

@@ -112,7 +112,8 @@ def plan(jaxpr: Any, sizes: list[int], parts: list[tuple[int, ...]], window_byte
       parts: which results belong together, in order; all others are computed as soon as their inputs are there.
       window_bytes: as for `run`.
     """
-    needs = _needs(jaxpr, sizes)
+    known = _dependencies(jaxpr, sizes)
+    needs = [0 if isinstance(v, core.Literal) else known.get(v, 0) for v in jaxpr.outvars]
     others = [i for i in range(len(jaxpr.outvars)) if not any(i in part for part in parts)]
     windows: list[Window] = []
     copied = 0  # the inputs that were copied in, as bits, as in `needs`
@@ -160,14 +161,8 @@ def _inlined(closed: Any, values: Any) -> list[Any]:
     return [read(v) for v in jaxpr.outvars]
 
 
-def _needs(jaxpr: Any, sizes: list[int]) -> list[int]:
-    """For each result the inputs with a size that it is computed from, as the bits of an integer."""
-    known = _dependencies(jaxpr, sizes)
-    return [0 if isinstance(v, core.Literal) else known.get(v, 0) for v in jaxpr.outvars]
-
-
 def _dependencies(jaxpr: Any, sizes: list[int]) -> dict[Any, int]:
-    """The same for each variable that depends on such an input."""
+    """For each variable the inputs with a size that it is computed from, as the bits of an integer."""
     known = {v: 1 << i for i, v in enumerate(jaxpr.invars) if sizes[i]}
     for eqn in jaxpr.eqns:
         found = 0

@@ -34,7 +34,9 @@ def take(aux: PyTree, carry: dict[int, PyTree]) -> tuple[PyTree, dict[int, PyTre
     if not carry:
         return aux, carry
     ((i, old),) = carry.items()
-    new, rest = (aux, ()) if not _has_rest(aux, old) else (aux[0], (aux[1],))
+    is_pair = isinstance(aux, tuple) and len(aux) == 2 and not hasattr(aux, "_fields")
+    has_rest = is_pair and jax.tree.structure(aux) != jax.tree.structure(old)
+    new, rest = (aux[0], (aux[1],)) if has_rest else (aux, ())
     tree_paths.check_same_structure(new, old, "aux", _WHERE, "Return its new value as aux, or as aux[0] of two parts.")
     for (path, n), o in zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True):
         if jnp.shape(n) != jnp.shape(o):
@@ -74,8 +76,3 @@ def as_it_stays(new_carry: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
 def typed_like(new: PyTree, carry: PyTree) -> PyTree:
     """`new`, typed as varying over the axes of `carry` too."""
     return jax.tree.map(lambda n, o: compat.as_varying(n, tuple(compat.varying_axes(o))), new, carry)
-
-
-def _has_rest(aux: PyTree, old: PyTree) -> bool:
-    is_pair = isinstance(aux, tuple) and len(aux) == 2 and not hasattr(aux, "_fields")
-    return is_pair and jax.tree.structure(aux) != jax.tree.structure(old)

@@ -74,7 +74,8 @@ class Chooser:
         could = [operation for operation in operations if operation.why_not is None]
         if self.of_policy and (any(operation.is_layer for operation in operations) or _linen_layers_ran()):
             return [None] * len(operations)
-        if any(_has_state(recipe) for recipe in self.rule.recipes.values()):
+        # A product by such a recipe needs more than its operands: scales, or a key.
+        if any(recipe.has_state or recipe.rounds_at_random for recipe in self.rule.recipes.values()):
             if could and not ambient.is_in_loss():  # else value_and_grad says it
                 _warn_of_state(len(could))
             return [None] * len(operations)
@@ -127,11 +128,6 @@ def chooser_of(recipe: Any, filter: chosen_layers.Filter = None, *, of_policy: b
                 f"NVFP4(stochastic_rounding=False), or jaxmp.fp8.dot_general(..., key=key)."
             )
     return Chooser(rule, of_policy)
-
-
-def _has_state(recipe: Any) -> bool:
-    """Whether a product by a recipe needs more than its operands: scales, or a key."""
-    return recipe.has_state or recipe.rounds_at_random
 
 
 def _linen_layers_ran() -> bool:

@@ -190,7 +190,7 @@ def decide(
     always = np.bool_(True)  # known while a step is traced
     of_scales = [] if rule.moves_scales is None else amax_records.not_finite_alike(amaxes, scale_params)
     measured = optimizers.Measured(jnp.zeros((), bool))
-    if looks or _needs_norm(rule):
+    if looks or (isinstance(rule.optimizer, optimizers.Fused) and rule.optimizer.inner.measures):
         measured = rule.optimizer.measure(gradients)
     bad = measured.bad if looks else jnp.zeros((), bool)
     if looks and of_scales:  # amaxes of leaves that are split over devices
@@ -268,10 +268,6 @@ def clamp_infinite(leaves: list[Array], largest: float) -> tuple[list[Array], Bo
         return jnp.where(jnp.isinf(g), jnp.where(g > 0, limit, -limit), g)
 
     return [clamp(g) for g in leaves], found
-
-
-def _needs_norm(rule: Rule) -> bool:
-    return isinstance(rule.optimizer, optimizers.Fused) and rule.optimizer.inner.measures
 
 
 def _is_one_of(grad: PyTree, given: PyTree) -> bool:

@@ -288,7 +288,9 @@ def by_unit(treedef: Any, masters: PyTree, params: PyTree, may_be_frozen: bool =
         )
         new, gone = [path for path in given if path not in known], [path for path in known if path not in given]
         if may_be_frozen and new and not gone:
-            return _masters_by_path(masters, params)
+            units = jax.tree_util.tree_leaves_with_path(masters, is_leaf=lambda x: hasattr(x, "_fields"))
+            by_path = {tree_paths.path_str(path): x for path, x in units}
+            return [by_path.get(path, optax.MaskedNode()) for path, _ in tree_paths.boxed_leaves(params)[0]]
         if gone and not new and all(map(scale_leaves.is_scale, gone)):
             raise ValueError(
                 f"params must have the leaves that tx.init got; the fp8 scale {gone[0]} is in the optimizer's state "
@@ -307,13 +309,6 @@ def by_unit(treedef: Any, masters: PyTree, params: PyTree, may_be_frozen: bool =
             + ". Make the optimizer last, after the model has all its layers: turn them to fp8 (jaxmp.nnx.to_fp8, or "
             'model.init in jaxmp.autocast("fp8")) and add adapters (nnx.LoRA) before tx.init(params) or nnx.Optimizer.'
         ) from e
-
-
-def _masters_by_path(masters: PyTree, params: PyTree) -> list[Any]:
-    """The masters of the leaves or boxes of `params`, found by path; those without one are frozen."""
-    units = jax.tree_util.tree_leaves_with_path(masters, is_leaf=lambda x: hasattr(x, "_fields"))
-    by_path = {tree_paths.path_str(path): x for path, x in units}
-    return [by_path.get(path, optax.MaskedNode()) for path, _ in tree_paths.boxed_leaves(params)[0]]
 
 
 def _with_masks_at_leaves(masters: PyTree, params: PyTree) -> PyTree:

@@ -104,8 +104,8 @@ def follow(
 
 def is_followed(opt_state: Any, new: dict[str, Any], old: dict[str, Any]) -> bool:
     """Whether masters of `opt_state` follow from params to others, by path: both are arrays, not shardings."""
-    are_arrays = all(map(is_array, old.values())) and (not new or any(map(_is_number, new.values())))
-    return are_arrays and bool(states.with_masters(opt_state))
+    has_values = not new or any(is_array(x) or isinstance(x, bool | int | float | complex) for x in new.values())
+    return all(map(is_array, old.values())) and has_values and bool(states.with_masters(opt_state))
 
 
 def _in_dtypes_of(old: dict[str, Any], params: PyTree) -> PyTree:
@@ -125,10 +125,6 @@ def _in_dtypes_of(old: dict[str, Any], params: PyTree) -> PyTree:
 
 def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def _is_number(x: Any) -> bool:
-    return is_array(x) or isinstance(x, bool | int | float | complex)
 
 
 def in_float32(leaves: dict[str, Any]) -> Callable[[str], Any]:

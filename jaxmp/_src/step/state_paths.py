@@ -93,7 +93,9 @@ def of(state: Any, params: PyTree) -> list[StatePath]:
     """The paths of the leaves of a state, in the order of its leaves."""
     known = {tree_paths.keys_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
     if is_without_fields(state):
-        return of_names(_names(state), {tuple(key.name for key in keys) for keys in known})
+        keys_of_state = (tree_paths.keys_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state))
+        names = [tuple(key.name for key in keys) for keys in keys_of_state]
+        return of_names(names, {tuple(key.name for key in keys) for keys in known})
     found = list(_roles(state, ()))
     owners = mirrored([keys for role, keys, _ in found if role == INNER], known)
     paths = []
@@ -111,11 +113,6 @@ def is_without_fields(state: Any) -> bool:
     """Whether no level of a state says that it is a field: so it is where Orbax alone reads it, as dicts and lists."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     return not any(isinstance(key, jax.tree_util.GetAttrKey) for path in paths for key in path)
-
-
-def _names(tree: Any) -> list[tuple[str, ...]]:
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    return [tuple(key.name for key in tree_paths.keys_of(path)) for path in paths]
 
 
 def _roles(tree: Any, head: tuple[Key, ...]) -> Iterator[tuple[str, tuple[Key, ...], int | None]]:

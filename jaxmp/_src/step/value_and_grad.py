@@ -238,7 +238,9 @@ def scaled_value_and_grad(
         widens = policy is not None and policy.reduce_dtype is not None and rewrite.casts_here()
         if widens:
             loss_in_region = rewrite.with_float32_gradients(loss_fn, own_params)
-            trained = jax.tree.map(_widened, own_params)
+            trained = jax.tree.map(
+                lambda x: x.astype(jnp.float32) if casting.is_low_precision(x.dtype) else x, own_params
+            )
         else:
             loss_in_region, trained = rewrite.by_region(loss_fn), own_params
 
@@ -309,10 +311,6 @@ def _microbatches(
     zeros = jax.tree.map(_zeros_like_float32, params)
     (grads, carry), (losses, aux) = lax.scan(add_one, (fp8.nothing(zeros), carry), batches)
     return jnp.sum(losses) * np.float32(1.0 / len(losses)), aux, carry, grads
-
-
-def _widened(x: Any) -> Any:
-    return x.astype(jnp.float32) if casting.is_low_precision(x.dtype) else x
 
 
 def _zeros_like_float32(x: Array) -> Array:

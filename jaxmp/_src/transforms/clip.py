@@ -124,7 +124,13 @@ def global_norm(
     if isinstance(ord, (int, float)) and not ord > 0:
         raise ValueError(f"the order of a norm must be > 0; got {ord}")
     is_max = isinstance(ord, float) and ord == math.inf
-    power = _largest_of_each if is_max else lambda xs: _power_sums(xs, ord)
+
+    def power(xs: list[Array]) -> list[Float[Array, ""]]:
+        xs = [x.astype(jnp.float32) for x in xs]
+        if is_max:
+            return [jnp.max(jnp.abs(x), initial=0.0) for x in xs]
+        return reductions.sums_of_squares(xs) if _is_two(ord) else [jnp.sum(jnp.abs(x) ** ord) for x in xs]
+
     merge = _max_of if is_max else sum
     axes = collectives.named_axes(axis_name)
     split, whole = _by_shard(tree, replicated, axes, power)
@@ -182,17 +188,8 @@ def _max_of(values: list[Float[Array, ""]], *, start: Float[Array, ""]) -> Float
     return start
 
 
-def _power_sums(xs: list[Array], ord: float) -> list[Float[Array, ""]]:
-    xs = [x.astype(jnp.float32) for x in xs]
-    return reductions.sums_of_squares(xs) if _is_two(ord) else [jnp.sum(jnp.abs(x) ** ord) for x in xs]
-
-
 def _is_two(ord: Any) -> bool:
     return isinstance(ord, (int, float)) and ord == 2
-
-
-def _largest_of_each(xs: list[Array]) -> list[Float[Array, ""]]:
-    return [jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0) for x in xs]
 
 
 def _by_shard(

@@ -75,7 +75,9 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
 
     def store(x: Any, like: Any, signed: bool, number: int, count: Array) -> Any:
         x = jnp.asarray(x, jnp.float32)  # an inner transform may use another dtype (`mu_dtype`)
-        return moments.requantize(x, like, _random(x.shape, number, count, signed), signed=signed)
+        bits = moments.noise(moments.flat_index(x.shape), float(number), count)
+        bits = moments.low_bits(bits) if signed else moments.high_bits(bits)
+        return moments.requantize(x, like, bits, signed=signed)
 
     def init_fn(params: PyTree) -> CompressedState:
         state = inner.init(params)
@@ -175,11 +177,6 @@ def _moments(state: Any) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
                 field = jax.tree_util.tree_leaves_with_path(getattr(node, name), is_leaf=moments.is_quantized)
                 key = jax.tree_util.GetAttrKey(name)
                 yield from (((*path, key, *rest), x, name in _SIGNED) for rest, x in field)
-
-
-def _random(shape: tuple[int, ...], number: int, count: Array, signed: bool) -> Array:
-    bits = moments.noise(moments.flat_index(shape), float(number), count)
-    return moments.low_bits(bits) if signed else moments.high_bits(bits)
 
 
 def map_moments(f: Any, state: Any) -> Any:

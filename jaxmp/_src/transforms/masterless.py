@@ -103,7 +103,8 @@ def stochastic_round_updates(
         count: Any = optax.safe_increment(state.round_count)
         axes = collectives.named_axes(axis_name)
         leaves, treedef = jax.tree.flatten(params)
-        held = _flags(replicated, params)
+        mask = replicated(params) if callable(replicated) else False if replicated is None else replicated
+        held = jax.tree.leaves(jax.tree.broadcast(mask, params))
         with jax.named_scope("jaxmp.stochastic_round"):
             new = []
             for number, (p, u, whole) in enumerate(zip(leaves, treedef.flatten_up_to(updates), held, strict=True)):
@@ -175,8 +176,3 @@ def _key_of_part(key: UInt[Array, ""], param: Any, axes: tuple[str, ...]) -> UIn
             continue  # jax tracks this axis, and the param is not split over it
         key = moments.noise(lax.bitcast_convert_type(key, jnp.int32) ^ lax.axis_index(axis), 1.0, 0.0)
     return key
-
-
-def _flags(replicated: Any, params: PyTree) -> list[bool]:
-    mask = replicated(params) if callable(replicated) else False if replicated is None else replicated
-    return jax.tree.leaves(jax.tree.broadcast(mask, params))
