@@ -125,6 +125,14 @@ def test_steps_of_linen_and_nnx():
 
     arrays = jnp.ones(x.shape), jnp.ones(y.shape)
     assert memory.compiled(nnx_step, net, optimizer, *arrays) == by_hand(nnx_step, net, optimizer, *arrays) > 0
+    plain = nnx_step.__wrapped__  # under jax.jit its updates would be lost, and left out
+    donated = {"donate_argnums": (0, 1)}
+    found = memory.compiled(plain, net, optimizer, *arrays, **donated)
+    assert (
+        found
+        == by_hand(nnx.jit(plain, **donated), net, optimizer, *arrays)
+        > by_hand(jax.jit(plain), net, optimizer, *arrays)
+    )
 
 
 def test_a_jitted_step_says_itself_what_it_donates():

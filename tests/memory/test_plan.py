@@ -259,6 +259,14 @@ def test_params_that_lie_on_a_mesh_say_so_themselves():
     assert whole.params == (16 * 8 + 8) * 2
 
 
+def test_what_lies_in_host_memory_is_not_on_the_device():
+    mesh, tx = AbstractMesh((8,), ("data",)), jaxmp.mixed_precision(optax.adam(1e-3), "bf16")
+    host, here = (NamedSharding(mesh, P(), memory_kind=kind) for kind in ("pinned_host", "device"))
+    params = {"a": S((16, 4), F32), "b": S((8, 4), F32)}
+    part, whole = (memory.plan(params, "bf16", optimizer=tx, places={"a": place, "b": here}) for place in (host, here))
+    assert (whole.params - part.params, whole.masters - part.masters) == (2 * 64, 4 * 64)
+
+
 @pytest.mark.parametrize("spec", [P(None, "data"), P("data")], ids=["across groups", "along rows"])
 def test_scales_that_the_devices_do_not_divide_are_whole(spec):
     """Five groups in a row of 160 on eight devices, as `sharding_of` lays them out."""

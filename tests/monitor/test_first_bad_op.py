@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -256,6 +257,77 @@ def test_other_dtypes(dtype):
     assert bad.dtype == jnp.dtype(dtype).name
     twice = {jnp.bfloat16: np.inf, jnp.float8_e5m2: 2 * 57344.0, jnp.float32: None}
     assert bad.float32_amax == twice[dtype]
+
+
+def test_a_mask_among_the_arguments_is_no_fault_beside_an_overflow():
+    mask = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), 0, -jnp.inf)
+
+    def loss_fn(q, x, mask):
+        with jax.named_scope("scores"):
+            scores = (x @ q) @ (x @ q).T
+        return jnp.mean(jax.nn.softmax(scores.astype(jnp.float32) + mask) @ x.astype(jnp.float32))
+
+    q, x = jnp.eye(4, dtype=HALF), jnp.ones((4, 4), HALF)
+    assert first_bad_op(jax.grad(loss_fn), q, x, mask) is None
+    assert first_bad_op(jax.grad(loss_fn), 300 * q, x, mask).where() == "dot_general in scores (forward)"
+    assert (
+        first_bad_op(jax.grad(loss_fn), q, x.at[1, 2].set(jnp.inf), mask).where().startswith("argument 1[1, 2] is inf")
+    )
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: lambda x: lax.map(f, x)], ids=["plain", "jit", "map"])
+def test_what_goes_through_the_bits_of_a_float_is_followed(wrap):
+    """fp8 quantizes through integers, which are always finite."""
+
+    def fn(x):
+        with jax.named_scope("log"):
+            y = jnp.log(x)
+        bits = lax.bitcast_convert_type(y, jnp.int32) ^ 0
+        return lax.bitcast_convert_type(bits, jnp.float32) * 2
+
+    assert first_bad_op(wrap(fn), jnp.array([-1.0, 1.0])).module == "log"
+    assert first_bad_op(wrap(fn), jnp.array([2.0, 1.0])) is None
+
+
+def test_a_constant_that_is_returned_is_named():
+    constant = np.array([0.0, np.inf])
+    assert str(first_bad_op(lambda x: (x, constant), jnp.ones(2))) == (
+        "constant 1[1] is inf; 1 of 2 values are not finite"
+    )
+    assert first_bad_op(lambda x: (x, float("nan")), jnp.ones(2)).primitive == "constant"
+    assert first_bad_op(lambda x: (x, 3, np.arange(2)), jnp.ones(2)) is None
+
+
+class Fp8Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(3):
+            x = nn.relu(nn.Dense(16, name=f"dense_{i}")(x))
+            with jax.named_scope(f"after_{i}"):
+                x = jnp.where(jnp.arange(16) == 20, 0, x)
+        return nn.Dense(1, name="head")(x)
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("recipe", [jaxmp.fp8.DelayedScaling(), jaxmp.fp8.CurrentScaling()], ids=["delayed", "current"])
+@pytest.mark.parametrize("value", [jnp.nan, 3e38])
+def test_in_fp8_training_the_param_or_the_layer_is_named(recipe, value):
+    """The casts to fp8 keep NaN as bits, and the layer that reads them is not the cause."""
+    model, x = Fp8Net(), jax.random.normal(jax.random.key(0), (16, 16)) * 100
+    with jaxmp.fp8.autocast(recipe):
+        params = jax.jit(model.init)(jax.random.key(1), x)["params"]
+
+        def loss_fn(params, x):
+            return jnp.mean(model.apply({"params": params}, x) ** 2)
+
+        tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=recipe)
+        step, opt_state = jaxmp.value_and_grad(loss_fn, policy="bf16"), tx.init(params)
+        params["dense_0"]["kernel"] = params["dense_0"]["kernel"].at[1].set(value)
+        bad = first_bad_op(lambda params, x: step(params, x, opt_state=opt_state), params, x)
+    if np.isnan(value):
+        assert (bad.primitive, bad.module, bad.first.index) == ("argument", "0/dense_0/kernel", (1, 0))
+    else:
+        assert (bad.module, bad.backward) == ("dense_0", False)
 
 
 @pytest.mark.thorough(0)

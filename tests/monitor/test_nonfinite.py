@@ -125,6 +125,11 @@ def test_a_tracer_is_told_of_all_finite():
         jax.jit(lambda x: monitor.first_nonfinite({"w": x}))(jnp.ones(2))
 
 
+def test_a_shape_is_told_that_it_has_no_values():
+    with pytest.raises(TypeError, match=r"got bfloat16\[2,3\] at w"):
+        first_nonfinite({"w": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)})
+
+
 def test_a_donated_leaf_is_named():
     x = jnp.ones(2)
     x.delete()

@@ -4,6 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from flax import nnx
+
+from jaxmp._src.programs import array_functions
 
 
 def compiled(step: Callable[..., Any], *args: Any, donate_argnums: int | Sequence[int] = ()) -> int:
@@ -17,8 +20,9 @@ def compiled(step: Callable[..., Any], *args: Any, donate_argnums: int | Sequenc
 
     Args:
       step: the whole training step, of `jax.jit`, `nnx.jit`, `jax.pmap`, or not jitted.
-      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s. For a mesh, with their shardings; it is compiled for the
-        devices of the mesh, real or described (`jax.experimental.topologies`), else for the default device.
+      *args: its arguments, arrays, `jax.ShapeDtypeStruct`s or nnx modules. For a mesh, with their shardings; it is
+        compiled for the devices of the mesh, real or described (`jax.experimental.topologies`; an `AbstractMesh` has
+        none), else for the default device.
       donate_argnums: as for `jax.jit`, of a step that is not jitted. A jitted step says itself what it donates.
 
     Returns:
@@ -33,8 +37,9 @@ def compiled(step: Callable[..., Any], *args: Any, donate_argnums: int | Sequenc
       >>> compiled(lambda x: x + 1, x), compiled(lambda x: x + 1, x, donate_argnums=0)
       (8000000, 4000000)
     """
-    if not hasattr(step, "lower"):
-        step = jax.jit(step, donate_argnums=donate_argnums)
+    if not hasattr(step, "lower"):  # jax.jit loses what a step changes in nnx modules, and XLA leaves it out
+        has_modules = any(map(array_functions.is_module, jax.tree.leaves(args, is_leaf=array_functions.is_module)))
+        step = (nnx.jit if has_modules else jax.jit)(step, donate_argnums=donate_argnums)
     elif donate_argnums != ():
         raise ValueError(
             f"memory.compiled: a jitted step says itself what it donates; got donate_argnums={donate_argnums}. Pass it "

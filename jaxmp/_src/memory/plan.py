@@ -184,7 +184,9 @@ def _gradient_of(path: str, x: Any, policy: Policy) -> Any:
 
 
 def _bytes(x: Any, place: NamedSharding | None = None) -> int:
-    """The bytes of an array on one device."""
+    """The bytes of an array on one device; none in host memory."""
+    if place is not None and place.memory_kind == "pinned_host":
+        return 0
     return math.prod(x.shape if place is None else place.shard_shape(x.shape)) * x.dtype.itemsize
 
 

@@ -109,7 +109,7 @@ def stream_layers(
 
         def body(x: PyTree, host_layers: PyTree) -> tuple[PyTree, None]:
             if offload_activations:
-                x = jax.tree.map(_wait_on_host, x)
+                x = jax.tree.map(lambda x: _float_to_host(x) if casting.is_float(x) else host_memory.to_host(x), x)
             return kept(host_layers, x), None
 
         cut = jax.tree.map(lambda p: p.reshape(slices, layers // slices, *p.shape[1:]), params)
@@ -122,13 +122,9 @@ def stream_layers(
     return apply
 
 
-def _wait_on_host(x: Array) -> Array:
-    """`x` in host memory; its gradient on the device."""
-    return _float_to_host(x) if casting.is_float(x) else host_memory.to_host(x)
-
-
 @jax.custom_vjp
 def _float_to_host(x: Array) -> Array:
+    """`x` in host memory; its gradient on the device."""
     return host_memory.to_host(x)
 
 

@@ -101,17 +101,16 @@ def watch_activations(
                 f"{_FILTER}: {filter!r} chooses no module; leave it out to see all.",
             )
 
+        def over_iterations(path: str) -> LeafCounts:
+            """The counts of a module that ran in a scan, which have a leading axis, as those of one tensor."""
+            ranks, extremes = found[path]
+            ranks = jnp.sum(ranks.reshape(-1, ranks.shape[-1]), axis=0, dtype=ranks.dtype)
+            return ranks, jnp.max(extremes.reshape(-1, extremes.shape[-1]), axis=0)
+
         def assemble() -> TensorStats:
-            counts = [_over_iterations(found[path]) for path in tensors]
+            counts = [over_iterations(path) for path in tensors]
             return tensor_stats.assemble(tensors, counts, histogram, axis_name)
 
         return out, tensor_stats.sampled(assemble, when)
 
     return watched
-
-
-def _over_iterations(counts: LeafCounts) -> LeafCounts:
-    """The counts of a module that ran in a scan, which have a leading axis, as those of one tensor."""
-    ranks, extremes = counts
-    ranks = jnp.sum(ranks.reshape(-1, ranks.shape[-1]), axis=0, dtype=ranks.dtype)
-    return ranks, jnp.max(extremes.reshape(-1, extremes.shape[-1]), axis=0)

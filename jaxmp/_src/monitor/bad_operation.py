@@ -51,7 +51,8 @@ class BadOp:
     """An operation whose result is not finite although its operands are.
 
     Attributes:
-      primitive: jax's name of it; "argument" if an argument itself is not finite, and `module` is its path.
+      primitive: jax's name of it; "argument" if an argument itself is not finite, and `module` is its path; "constant"
+        for a result that no operation computes, and `module` is its number.
       module: path of the flax module, the same as of its params (`block_1/Dense_0`), or of the named scope; "" at the
         top.
       backward: whether it belongs to the backward pass.
@@ -88,8 +89,8 @@ class BadOp:
 
     def where(self) -> str:
         """The operation in a few words."""
-        if self.primitive == "argument":
-            return f"argument {self.first}"
+        if self.primitive in ("argument", "constant"):
+            return f"{self.primitive} {self.first}"
         way = "backward" if self.backward else "forward"
         loops = "".join(f", iteration {i}" for i in self.iterations)
         return f"{self.primitive} in {self.module or '(top)'} ({way}{loops})"
@@ -102,7 +103,7 @@ class BadOp:
         return linecache.getline(file, int(number)).strip() if number.isdigit() else ""
 
     def __str__(self) -> str:
-        if self.primitive == "argument":
+        if self.primitive in ("argument", "constant"):
             return self.where()
         index = f"[{', '.join(map(str, self.first.index))}]" if self.first.index else ""
         lines = [self.where(), *([f"  at {self.source}"] if self.source else [])]
@@ -116,7 +117,7 @@ class BadOp:
             times = self.float32_amax / self.limit
             lines.append(
                 f"  in float32 its largest is {self.float32_amax:.6g}; {self.dtype} ends at {self.limit:.6g}"
-                + (f" ({times:.3g} times beyond)" if times > 1 else "")
+                + (f" ({times:.3g} times beyond)" if times >= 1.01 else "")
             )
         elif self.float32_amax is not None:
             lines.append(f"  in float32 it gives {self.float32_amax} too: the range of {self.dtype} is not the cause")
@@ -145,10 +146,10 @@ def describe(
     )
 
 
-def of_argument(x: Any, bad: nonfinite.NonFinite) -> BadOp:
-    """An argument that is not finite itself."""
+def of_value(kind: str, x: Any, bad: nonfinite.NonFinite) -> BadOp:
+    """An argument, or a constant that the function returns, that is not finite itself."""
     limit = float(jnp.finfo(x.dtype).max)
-    return BadOp("argument", bad.path, False, "", (), (), str(x.dtype), tuple(np.shape(x)), bad, limit, None)
+    return BadOp(kind, bad.path, False, "", (), (), str(x.dtype), tuple(np.shape(x)), bad, limit, None)
 
 
 class Place(NamedTuple):

@@ -56,14 +56,24 @@ def first_bad_op(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bad_opera
     """
     inputs = array_functions.Inputs(array_functions.leaves_of((args, kwargs)))
     closed = jax.make_jaxpr(lambda *arrays: inputs.call(flax_modules.named(fn), arrays))(*inputs.values)
+    jaxpr, consts = jaxprs.open_jaxpr(closed)
     walker, taints = _Walker(), []
     for x, path in zip(inputs.values, inputs.paths, strict=True):
         bad = nonfinite.first_nonfinite({path: x})
-        taints.append(_NONE if bad is None else walker.add(bad_operation.of_argument(x, bad)))
+        if bad is None:
+            taints.append(_NONE)
+            continue
+        wide = nonfinite.as_wide(np.asarray(x))
+        rank = 0.5 if np.all(np.isfinite(wide) | (wide == -np.inf)) else 0  # a mask is no fault beside an overflow
+        taints.append(walker.add(bad_operation.of_value("argument", x, bad), rank))
     values = [jnp.asarray(x) for x in inputs.values]
-    results = walker.run(jaxprs.open_jaxpr(closed), values, taints, Place())
-    reached = frozenset().union(*results)
-    return walker.origins[min(reached, key=lambda i: (walker.ranks[i], i))] if reached else None
+    results = walker.run((jaxpr, consts), values, taints, Place())
+    if reached := frozenset().union(*results):
+        return walker.origins[min(reached, key=lambda i: (walker.ranks[i], i))]
+    known = dict(zip(jaxpr.constvars, consts, strict=True))
+    given = [v.val if isinstance(v, core.Literal) else known.get(v, 0.0) for v in jaxpr.outvars]  # perhaps a constant
+    bad = nonfinite.first_nonfinite(dict(enumerate(given)))
+    return bad and bad_operation.of_value("constant", np.asarray(given[int(bad.path)]), bad)
 
 
 class _Walker:
@@ -71,9 +81,10 @@ class _Walker:
 
     def __init__(self) -> None:
         self.origins: list[bad_operation.BadOp] = []
-        self.ranks: list[int] = []  # 0: from finite numbers; 1: NaN from inf; 2: only from an infinite constant
+        # 0: from finite numbers; 0.5: an argument with -inf; 1: NaN from inf; 2: only from an infinite constant
+        self.ranks: list[float] = []
 
-    def add(self, origin: bad_operation.BadOp, rank: int = 0) -> Taint:
+    def add(self, origin: bad_operation.BadOp, rank: float) -> Taint:
         self.origins.append(origin)
         self.ranks.append(rank)
         return frozenset({len(self.origins) - 1})
@@ -106,16 +117,19 @@ class _Walker:
         self, eqn: Any, operands: list[Any], tainted: list[Taint], results: list[Any], place: Place
     ) -> list[Taint]:
         severities = _severities(results)
-        if not any(severities):
-            return [_NONE] * len(results)
         inherited = frozenset().union(*tainted)
-        is_entered = eqn.primitive.name in _ENTERED
-        inner = self.inside(eqn, operands, tainted, place) if is_entered else [_NONE] * len(results)
+        inner = [inherited if _is_no_float(x) else _NONE for x in results]
+        if not any(severities):
+            return inner
+        if is_entered := eqn.primitive.name in _ENTERED:
+            inner = self.inside(eqn, operands, tainted, place)
         worst = max(_severities(operands), default=0)
+        if any(taint and _is_no_float(x) for x, taint in zip(operands, tainted, strict=True)):
+            worst = 2  # a float of which the bits came
         found = []
         for i, severity in enumerate(severities):
             if not severity or inner[i]:
-                found.append(inner[i] if severity else _NONE)
+                found.append(inner[i] if severity or _is_no_float(results[i]) else _NONE)
                 continue
             bad = ~jnp.isfinite(nonfinite.as_wide(results[i]))
             rank = 0 if not worst else 1 if severity > worst else 2
@@ -152,7 +166,7 @@ class _Walker:
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
             values = [*operands[:n_consts], *carry, *(x[i] for x in operands[start:])]
             given = [*tainted[:n_consts], *taints, *tainted[start:]]
-            given = [t if s else _NONE for t, s in zip(given, _severities(values), strict=True)]
+            given = _of_bad(values, given)
             results, found = turn(values, given, place.inside(eqn, i))
             carry, taints = results[:n_carry], found[:n_carry]
             stacked = [a | b for a, b in zip(stacked, found[n_carry:], strict=True)]
@@ -187,8 +201,19 @@ class _Walker:
         if any(severities) and len(walks) < _MOST_WALKS:
             walks.append(place)
             taints = [walked or inherited for walked in self.run(body, values, tainted, place)]
-        return results, [t if s else _NONE for t, s in zip(taints, severities, strict=True)]
+        return results, _of_bad(results, taints)
 
 
 def _severities(values: list[Any]) -> list[int]:
     return [int(x) for x in jax.device_get([nonfinite.severity(x) for x in values])]
+
+
+def _is_no_float(x: Any) -> bool:
+    """Whether a value may hold bits of floats, or a test of them, and so hands on where these come from."""
+    return not jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _of_bad(values: list[Any], taints: list[Taint]) -> list[Taint]:
+    """The taints of the values that have one: those that are not finite, and bits."""
+    triples = zip(values, taints, _severities(values), strict=True)
+    return [taint if severity or _is_no_float(x) else _NONE for x, taint, severity in triples]

@@ -70,9 +70,10 @@ def first_nonfinite(tree: Any) -> NonFinite | None:
     found: list[tuple[str, Any, list[tuple[Any, tuple[int, ...], Any]]]] = []
     leaves = array_functions.leaves_of(tree)
     for path, x in zip(leaves.paths, leaves.values, strict=True):
-        if isinstance(x, Tracer):
+        if isinstance(x, Tracer | jax.ShapeDtypeStruct):
             raise TypeError(
-                f"first_nonfinite reads values, which a traced array does not have; got {jax.typeof(x)} at {path}. "
+                f"first_nonfinite reads values, which a traced array does not have; got {x.dtype.name}"
+                f"[{','.join(map(str, x.shape))}] at {path}. "
                 f"Inside jit call jaxmp.all_finite(tree), and call first_nonfinite on the results of the step."
             )
         x = np.asarray(x) if isinstance(x, (float, complex)) else x
@@ -84,7 +85,12 @@ def first_nonfinite(tree: Any) -> NonFinite | None:
                 f"returned: after a skipped step the params are unchanged, bit for bit. For a step that was taken, "
                 f"keep the old params (without donation, or as a copy)."
             )
-        found.append((path, x, [(part, at, severity(part)) for part, at in _parts(x)]))
+        parts = [(x, (0,) * np.ndim(x))]  # with the index of the first element of each
+        if isinstance(x, jax.Array):
+            parts = [(s.data, tuple(cut.start or 0 for cut in s.index)) for s in x.addressable_shards]
+        if not isinstance(x, jax.Array) or host_memory.is_on_host(x):
+            parts = [(np.asarray(part), at) for part, at in parts]
+        found.append((path, x, [(part, at, severity(part)) for part, at in parts]))
     severities = jax.device_get([[severity for *_, severity in parts] for *_, parts in found])
     for (path, x, parts), severity_of in zip(found, severities, strict=True):
         bad = {at: part for (part, at, _), is_bad in zip(parts, severity_of, strict=True) if is_bad}  # once of replicas
@@ -124,11 +130,3 @@ def as_wide(x: Any) -> Any:
     """`x` in float32, if its dtype is smaller: not every small float has an isfinite."""
     with np.errstate(invalid="ignore"):  # numpy warns of a signalling NaN
         return x.astype(jnp.float32) if jnp.dtype(x.dtype).itemsize < 4 else x
-
-
-def _parts(x: Any) -> list[tuple[Any, tuple[int, ...]]]:
-    """The parts of an array on each device, with the index of their first element; an array on the host is one part."""
-    if not isinstance(x, jax.Array):
-        return [(np.asarray(x), (0,) * np.ndim(x))]
-    parts = [(s.data, tuple(cut.start or 0 for cut in s.index)) for s in x.addressable_shards]
-    return [(np.asarray(part), at) for part, at in parts] if host_memory.is_on_host(x) else parts

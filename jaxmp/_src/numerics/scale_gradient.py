@@ -63,12 +63,11 @@ def scale_gradient(x: PyTree, s: float | Float[Array, ""]) -> PyTree:
             f"jaxmp.scale_gradient on each leaf."
         )
     s = jnp.asarray(s, jnp.float32)
-    return jax.tree.map(lambda leaf: _identity(leaf, s) if _has_gradient(leaf) else leaf, x)
 
+    def scaled(leaf: Any) -> Any:
+        return _identity(leaf, s) if jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.inexact) else leaf
 
-def _has_gradient(x: Any) -> bool:
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+    return jax.tree.map(scaled, x)
 
 
 @jax.custom_vjp

@@ -72,7 +72,8 @@ class Chooser:
     def choose(self, operations: list[Operation]) -> Sequence[narrow_matmuls.Product | str | None]:
         """The product of each operation, or why it has none; warns where nothing runs in fp8."""
         could = [operation for operation in operations if operation.why_not is None]
-        if self.of_policy and (any(operation.is_layer for operation in operations) or _linen_layers_ran()):
+        linen = ambient.now().fp8_layers  # in the region around: if its layers were asked, their filter has the word
+        if self.of_policy and (any(o.is_layer for o in operations) or (linen is not None and linen.base_calls > 0)):
             return [None] * len(operations)
         # A product by such a recipe needs more than its operands: scales, or a key.
         if any(recipe.has_state or recipe.rounds_at_random for recipe in self.rule.recipes.values()):
@@ -128,12 +129,6 @@ def chooser_of(recipe: Any, filter: chosen_layers.Filter = None, *, of_policy: b
                 f"NVFP4(stochastic_rounding=False), or jaxmp.fp8.dot_general(..., key=key)."
             )
     return Chooser(rule, of_policy)
-
-
-def _linen_layers_ran() -> bool:
-    """Whether linen's layers were asked, in the region of fp8 around: their filter has the word."""
-    interceptor = ambient.now().fp8_layers
-    return interceptor is not None and interceptor.base_calls > 0
 
 
 def _warn_of_state(count: int) -> None:

@@ -129,7 +129,8 @@ def step(
         extra |= {"grads_finite": decision.taken, "loss_scale": used_scale, "next_loss_scale": next_scale}
     elif grads_finite is not None:
         extra |= {"grads_finite": decision.taken}
-    if "grad" in extra and _is_one_of(extra["grad"], given):  # a line search measures slopes by it
+    # A line search measures slopes by the extra argument `grad`: here it is the very gradients of this step.
+    if any(x is y for x in jax.tree.leaves(extra.get("grad"))[:1] for y in jax.tree.leaves(given)):
         extra["grad"] = gradients.tree()
 
     weights = masters.weights_of(own_params, state.master_params)
@@ -268,12 +269,6 @@ def clamp_infinite(leaves: list[Array], largest: float) -> tuple[list[Array], Bo
         return jnp.where(jnp.isinf(g), jnp.where(g > 0, limit, -limit), g)
 
     return [clamp(g) for g in leaves], found
-
-
-def _is_one_of(grad: PyTree, given: PyTree) -> bool:
-    """Whether the extra argument `grad` of optax's line searches is the very gradients of this step."""
-    first = jax.tree.leaves(grad)[:1]
-    return any(x is y for x in first for y in jax.tree.leaves(given))
 
 
 def _beside(

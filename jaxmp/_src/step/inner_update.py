@@ -28,7 +28,9 @@ def update(inner: Any, updates: PyTree, state: Any, params: PyTree, extra_args: 
         try:
             return inner.update(updates, state, params, **extra_args)
         except TypeError as e:
-            refused = [n for n in OWN if n in extra_args and _is_refused(n, str(e))]
+            # By a function, or by the `value_fn` of optax's line searches.
+            said = "'{}'" if "not consumed by `value_fn`" in str(e) else "unexpected keyword argument '{}'"
+            refused = [name for name in OWN if name in extra_args and said.format(name) in str(e)]
             if not refused:
                 raise
             extra_args = {name: x for name, x in extra_args.items() if name not in refused}
@@ -43,13 +45,6 @@ def update_stored(
         return update(inner, updates, state, params, extra_args)
     moves, new = update(inner, updates, _in_variables(inner, state, params), params, extra_args)
     return moves, tree_paths.with_boxes_inside(new)
-
-
-def _is_refused(name: str, error: str) -> bool:
-    """Whether an error says that a function, or the `value_fn` of optax's line searches, does not take `name`."""
-    return f"unexpected keyword argument '{name}'" in error or (
-        "not consumed by `value_fn`" in error and f"'{name}'" in error
-    )
 
 
 def _in_variables(inner: Any, state: Any, params: PyTree) -> Any:

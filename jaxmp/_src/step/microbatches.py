@@ -77,15 +77,12 @@ def _cut(x: Array, k: int) -> Array:
         # A mesh with explicit axes needs the sharding of the result; a spec alone needs jax.set_mesh.
         return lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
-    if _lies_on_mesh(sharding.mesh):
+    mesh = sharding.mesh
+    types = zip(mesh.axis_sizes, mesh.axis_types, strict=True) if not mesh.empty else ()
+    # Whether XLA may spread arrays of this mesh over devices; under pmap and shard_map arrays are local.
+    if any(size > 1 and axis_type != AxisType.Manual for size, axis_type in types):
         return shaped((n // k, k, *rest), (rows, None, *others)).swapaxes(0, 1)
     return shaped((k, n // k, *rest), (None, rows, *others))
-
-
-def _lies_on_mesh(mesh: Any) -> bool:
-    """Whether XLA may spread arrays of this mesh over devices; under pmap and shard_map arrays are local."""
-    types = zip(mesh.axis_sizes, mesh.axis_types, strict=True) if not mesh.empty else ()
-    return any(size > 1 and axis_type != AxisType.Manual for size, axis_type in types)
 
 
 def is_key(x: Any) -> bool:

@@ -214,12 +214,7 @@ def _by_shard(
     floats = [(copied(held, x), x) for held, x in leaves if casting.is_float(x)]
     parts: tuple[list[Any], list[Any]] = ([], [])
     for (own, _), y in zip(floats, f([x for _, x in floats]), strict=True):
-        parts[own == axes].append(y if own == axes else _on_first_device(y, own))
+        for axis in () if own == axes else own:  # 0 on the devices that have copies
+            y = jnp.where(lax.axis_index(axis) == 0, y, 0.0)
+        parts[own == axes].append(y)
     return parts
-
-
-def _on_first_device(x: Float[Array, ""], axes: tuple[str, ...]) -> Float[Array, ""]:
-    """`x` on the first device along each of `axes`, 0 on the other devices, which have copies."""
-    for axis in axes:
-        x = jnp.where(lax.axis_index(axis) == 0, x, 0.0)
-    return x
