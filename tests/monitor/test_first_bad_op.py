@@ -289,6 +289,15 @@ def test_what_goes_through_the_bits_of_a_float_is_followed(wrap):
     assert first_bad_op(wrap(fn), jnp.array([2.0, 1.0])) is None
 
 
+def test_flags_and_counts_of_what_is_not_finite_are_finite():
+    def fn(x):
+        y = jnp.log(x)
+        bits = lax.bitcast_convert_type(y, jnp.int32)
+        return jnp.where(jnp.isnan(y), 0, y), jnp.isnan(y), jnp.sum(jnp.isnan(y)), bits
+
+    assert first_bad_op(jax.jit(fn), jnp.array([-1.0, 1.0])) is None
+
+
 def test_a_constant_that_is_returned_is_named():
     constant = np.array([0.0, np.inf])
     assert str(first_bad_op(lambda x: (x, constant), jnp.ones(2))) == (

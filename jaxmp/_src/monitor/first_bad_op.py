@@ -67,8 +67,8 @@ def first_bad_op(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bad_opera
         rank = 0.5 if np.all(np.isfinite(wide) | (wide == -np.inf)) else 0  # a mask is no fault beside an overflow
         taints.append(walker.add(bad_operation.of_value("argument", x, bad), rank))
     values = [jnp.asarray(x) for x in inputs.values]
-    results = walker.run((jaxpr, consts), values, taints, Place())
-    if reached := frozenset().union(*results):
+    found = zip(jaxpr.outvars, walker.run((jaxpr, consts), values, taints, Place()), strict=True)
+    if reached := frozenset().union(*(taint for v, taint in found if not _is_no_float(v.aval))):
         return walker.origins[min(reached, key=lambda i: (walker.ranks[i], i))]
     known = dict(zip(jaxpr.constvars, consts, strict=True))
     given = [v.val if isinstance(v, core.Literal) else known.get(v, 0.0) for v in jaxpr.outvars]  # perhaps a constant
@@ -165,8 +165,7 @@ class _Walker:
         turn = functools.partial(self.turn, body, jax.jit(jaxprs.jaxpr_as_function(*body)), [])
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
             values = [*operands[:n_consts], *carry, *(x[i] for x in operands[start:])]
-            given = [*tainted[:n_consts], *taints, *tainted[start:]]
-            given = _of_bad(values, given)
+            given = _of_bad(values, [*tainted[:n_consts], *taints, *tainted[start:]])
             results, found = turn(values, given, place.inside(eqn, i))
             carry, taints = results[:n_carry], found[:n_carry]
             stacked = [a | b for a, b in zip(stacked, found[n_carry:], strict=True)]
