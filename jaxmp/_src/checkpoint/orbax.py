@@ -375,8 +375,10 @@ def is_whole(folder: pathlib.Path) -> bool:
         there = described(state, about)
         if recorded is None:
             return True
-        found = {leaf.key: _checksum(state, there, i, padded) for i, leaf in enumerate(there.leaves)}
-        return found == recorded
+        keys = [leaf.key for leaf in there.leaves]
+        if recorded.keys() != {*keys}:
+            return False
+        return all(_checksum(state, there, i, padded) == recorded[key] for i, key in enumerate(keys))
     except ValueError:
         return False
 

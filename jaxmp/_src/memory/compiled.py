@@ -45,6 +45,6 @@ def compiled(step: Callable[..., Any], *args: Any, donate_argnums: int | Sequenc
             f"memory.compiled: a jitted step says itself what it donates; got donate_argnums={donate_argnums}. Pass it "
             f"to jax.jit."
         )
-    found: Any = step.lower(*args).compile().memory_analysis()  # type: ignore[attr-defined]
-    own_results = max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
-    return found.argument_size_in_bytes + found.temp_size_in_bytes + own_results
+    memory: Any = step.lower(*args).compile().memory_analysis()  # type: ignore[attr-defined]
+    own_results = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + own_results

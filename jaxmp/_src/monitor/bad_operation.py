@@ -165,13 +165,17 @@ class Place(NamedTuple):
     source: str = ""
     iterations: tuple[int, ...] = ()
 
-    def inside(self, eqn: Any, *iteration: int) -> "Place":
+    def inside(self, eqn: Any) -> "Place":
         """The place of an equation, or of the function inside it."""
         stack = module_paths.join(self.stack, str(eqn.source_info.name_stack))
         traceback, others = eqn.source_info.traceback, warn.folders_between()
         frames = (f for f in (traceback.frames if traceback else ()) if not f.file_name.startswith(others))
         line = next((f"{f.file_name}:{f.line_num} ({f.function_name})" for f in frames), self.source)
-        return Place(stack, line, (*self.iterations, *iteration))
+        return Place(stack, line, self.iterations)
+
+    def turn(self, iteration: int) -> "Place":
+        """The place of the body of the loop here, in an iteration."""
+        return self._replace(iterations=(*self.iterations, iteration))
 
 
 def _operand(x: Any) -> Operand:

@@ -67,13 +67,13 @@ def first_bad_op(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bad_opera
         rank = 0.5 if np.all(np.isfinite(wide) | (wide == -np.inf)) else 0  # a mask is no fault beside an overflow
         taints.append(walker.add(bad_operation.of_value("argument", x, bad), rank))
     values = [jnp.asarray(x) for x in inputs.values]
-    found = zip(jaxpr.outvars, walker.run((jaxpr, consts), values, taints, Place()), strict=True)
-    if reached := frozenset().union(*(taint for v, taint in found if not _is_no_float(v.aval))):
+    of_results = zip(jaxpr.outvars, walker.run((jaxpr, consts), values, taints, Place()), strict=True)
+    if reached := frozenset().union(*(taint for v, taint in of_results if not _is_no_float(v.aval))):
         return walker.origins[min(reached, key=lambda i: (walker.ranks[i], i))]
     known = dict(zip(jaxpr.constvars, consts, strict=True))
-    given = [v.val if isinstance(v, core.Literal) else known.get(v, 0.0) for v in jaxpr.outvars]  # perhaps a constant
-    bad = nonfinite.first_nonfinite(dict(enumerate(given)))
-    return bad and bad_operation.of_value("constant", np.asarray(given[int(bad.path)]), bad)
+    constants = [v.val if isinstance(v, core.Literal) else known.get(v, 0.0) for v in jaxpr.outvars]
+    bad = nonfinite.first_nonfinite(dict(enumerate(constants)))
+    return bad and bad_operation.of_value("constant", np.asarray(constants[int(bad.path)]), bad)
 
 
 class _Walker:
@@ -149,9 +149,9 @@ class _Walker:
         """The taints of the results of an equation that calls, branches or loops."""
         functions, name = jaxprs.functions_of(eqn), eqn.primitive.name
         if name == "scan":
-            return self.scan(eqn, functions[0], operands, tainted, place)
+            return self.scan(eqn, functions[0], operands, tainted, place.inside(eqn))
         if name == "while":
-            return self.loop(eqn, functions, operands, tainted, place)
+            return self.loop(eqn, functions, operands, tainted, place.inside(eqn))
         which = 0
         if name == "cond":
             which, operands, tainted = int(np.clip(operands[0], 0, len(functions) - 1)), operands[1:], tainted[1:]
@@ -166,7 +166,7 @@ class _Walker:
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
             values = [*operands[:n_consts], *carry, *(x[i] for x in operands[start:])]
             given = _of_bad(values, [*tainted[:n_consts], *taints, *tainted[start:]])
-            results, found = turn(values, given, place.inside(eqn, i))
+            results, found = turn(values, given, place.turn(i))
             carry, taints = results[:n_carry], found[:n_carry]
             stacked = [a | b for a, b in zip(stacked, found[n_carry:], strict=True)]
         return [*taints, *stacked]
@@ -185,7 +185,7 @@ class _Walker:
         while np.any(going_on := holds(*operands[:first], *carry)[0]):
             values, given = [*operands[first:second], *carry], [*tainted[first:second], *taints]
             compiled = functools.partial(next_carry, going_on)
-            carry, taints = self.turn(functions[1], compiled, walks, values, given, place.inside(eqn, i))
+            carry, taints = self.turn(functions[1], compiled, walks, values, given, place.turn(i))
             i += 1
         return taints
 
@@ -214,5 +214,5 @@ def _is_no_float(x: Any) -> bool:
 
 def _of_bad(values: list[Any], taints: list[Taint]) -> list[Taint]:
     """The taints of the values that have one: those that are not finite, and bits."""
-    triples = zip(values, taints, _severities(values), strict=True)
-    return [taint if severity or _is_no_float(x) else _NONE for x, taint, severity in triples]
+    pairs = zip(values, taints, strict=True)
+    return [t if t and (_is_no_float(x) or nonfinite.severity(x)) else _NONE for x, t in pairs]  # finite: no look
