@@ -87,39 +87,34 @@ class PlanRunner:
             """What the piece returns, and the float32 arrays of those of these that are made of weights."""
             held, wide = _Held({}, weights), _Wide(dict(zip(weights, arrays, strict=True)))
             held.add_reads(piece.inputs, values)
-            self._run_steps(plan, piece.steps, piece.scopes, held, wide, inside=True)
+            self._run_steps(plan, piece.steps, piece.scopes, held, wide)
             made = {k: wide.arrays[v] for k, (v, _) in enumerate(piece.outputs) if v in wide.arrays}
             return [held.read(v, dtype) for v, dtype in piece.outputs], made
 
         return jax.jit(run, inline=compat.WRITTEN_OUT)
 
-    def _run_steps(
-        self, plan: Plan, steps: Any, scopes: Any, held: "_Held", wide: "_Wide", *, inside: bool = False
-    ) -> None:
+    def _run_steps(self, plan: Plan, steps: Any, scopes: Any, held: "_Held", wide: "_Wide") -> None:
         for step, scope in zip(steps, scopes, strict=True):
             eqn = step.eqn
-            with jaxprs.where(eqn, scope):  # a cast has the name of the layer that reads its result
+            with jaxprs.where(eqn, scope):  # casts, too, have the name of the layer that reads their result
                 operands = [
                     held.read(v, dtype) if x is None else x
                     for v, dtype, x in zip(eqn.invars, step.operands, wide.entering(step, held), strict=True)
                 ]
-            written = step.how == "written"
-            # An operation that runs as it was written sets its own name.
-            with contextlib.nullcontext() if written and not inside else jaxprs.where(eqn, scope):
-                results = self._run_step(step, operands, wide.beside(step, operands), inside=inside)
+                results = self._run_step(step, operands, wide.beside(step, operands))
                 pairs = zip(eqn.outvars, results, strict=True)
                 results = [roundings.rounded(x) if v in plan.rounded else x for v, x in pairs]
             held.add(eqn.outvars, results, step.results)
             wide.follow(step, held, scope)
 
-    def _run_step(self, step: Step, operands: list[Any], wide: dict[int, Any], *, inside: bool) -> list[Any]:
+    def _run_step(self, step: Step, operands: list[Any], wide: dict[int, Any]) -> list[Any]:
         eqn = step.eqn
         if step.how == "same":
             return operands
         if step.how == "call":
             return self.calls[eqn.primitive.name](self, step, operands, wide)
         if step.how == "written":
-            return jaxprs.run_as_traced(jaxprs.without_scope(eqn) if inside else eqn, operands)
+            return jaxprs.run_as_traced(jaxprs.without_scope(eqn), operands)
         if step.how == "again":
             return [vmap_rules.call(eqn.params["fun"], eqn.params["rule"], *operands)]
         if step.how == "repeat":
