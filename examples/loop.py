@@ -114,8 +114,11 @@ def main(cfg: Config) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     with jaxmp.checkpoint.manager(cfg.out / "checkpoints", max_to_keep=2) as saved, Progress() as progress:
-        last, state, _, _ = jaxmp.checkpoint.restore_job(saved, state)
-        first = 0 if last is None else last + 1
+        first = 0
+        if saved.latest_step() is not None:
+            found = jaxmp.checkpoint.restore(saved, state.tx, params=state.params, extra={"step": state.step})
+            state = state.replace(params=found.params, opt_state=found.opt_state, step=found.extra["step"])
+            first = found.step + 1
         bar, clock, since = progress.add_task("compiling", total=cfg.steps, completed=first), 0.0, first
         for i in range(first, cfg.steps):
             state, metrics = train_step(state, jax.device_put(batches(cfg, train_text, i), rows))
@@ -139,7 +142,8 @@ def main(cfg: Config) -> None:
                 progress.update(bar, completed=done, description=f"{shown}, {row['tokens_per_second']:.0f} tokens/s")
                 clock, since = time.perf_counter(), done
             if (stopped := stop.is_set()) or done % cfg.save_every == 0 or done == cfg.steps:
-                jaxmp.checkpoint.save_job(saved, i, state)  # writes in the background
+                job = {"params": state.params, "opt_state": state.opt_state, "extra": {"step": state.step}}
+                jaxmp.checkpoint.save(saved, i, **job)  # writes in the background
             if stopped:
                 progress.console.print(f"SIGTERM after step {done}: saved; the same command goes on here")
                 break

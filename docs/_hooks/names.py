@@ -59,11 +59,10 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "Numbers and stored weights": ("quantize", "dequantize", "load_weights"),
     },
     "checkpoint": {
-        "Save and restore": ("manager", "save_job", "restore_job", "save", "restore", "read_metadata"),
+        "Save and restore": ("manager", "save", "restore", "read_metadata"),
         "Another precision": ("convert", "set_loss_scale"),
         "Other libraries": (
-            *("save_safetensors", "load_safetensors", "read_safetensors", "import_megatron", "export_megatron"),
-            *("import_flax_fp8", "import_loss_scale", "export_loss_scale"),
+            *("save_safetensors", "load_safetensors", "import_megatron", "import_loss_scale", "export_loss_scale"),
         ),
     },
     "monitor": {

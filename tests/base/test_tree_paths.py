@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+import safetensors
 from flax import nnx
 
 import jaxmp
 from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.step import masters as masters_lib
-from jaxmp.checkpoint import read_safetensors, save_safetensors
+from jaxmp.checkpoint import save_safetensors
 
 CASES = [
     ("kernel", "kernel", True),
@@ -177,8 +178,8 @@ def kept_in_file(pattern):
     kernels = {"up": {"kernel": X}, "mlp": {"up": {"kernel": X}, "down": {"kernel": X}}, "norm_head": {"kernel": X}}
     with tempfile.TemporaryDirectory() as folder:
         save_safetensors(f"{folder}/w", kernels, dtype=jnp.float8_e4m3fn, keep=f"{pattern}/kernel")
-        tensors = read_safetensors(f"{folder}/w")
-    kept = [name for name, x in tensors.items() if x.dtype == jnp.bfloat16]
+        with safetensors.safe_open(f"{folder}/w", framework="np") as file:
+            kept = [name for name in file.keys() if file.get_slice(name).get_dtype() == "BF16"]
     return {name.removesuffix(".kernel").replace(".", "/") for name in kept}
 
 
@@ -305,15 +306,12 @@ class ActorCritic:
 
 
 def test_a_layer_named_value_is_no_box():
-    """The level of a box has this name too: an `nn.Partitioned`, an `nnx.Variable`, a dict that Orbax made of one."""
+    """The level of a box has this name too: an `nn.Partitioned`, an `nnx.Variable`."""
     box = nn.Partitioned(jnp.ones(2), (None,))
     split = nn.Partitioned(masters_lib.Remainder16(jnp.ones(2, jnp.int16)), (None,))
     tree = {"w": box, "value": {"w": box, "value": {"w": split}}, "net": ActorCritic(1.0, ActorCritic(2.0, None))}
     found = set(tree_paths.leaves_by_path(tree))
     assert found == {"w", "value/w", "value/value/w/remainder16", "net/w", "net/value/w"}
-    names = "attention/value/kernel/value".split("/")  # as in a dict that Orbax made
-    assert tree_paths.without_boxes(names) == ["attention", "value", "kernel"]
-    assert tree_paths.without_boxes([*names, "codes"]) == ["attention", "value", "kernel", "codes"]
 
 
 def test_two_leaves_with_one_path_are_refused():

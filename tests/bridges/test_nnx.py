@@ -522,9 +522,15 @@ def test_a_job_goes_on_beside_a_frozen_part(name, tmp_path):
     step = nnx.jit(wide_step)
     step(model, optimizer, WIDE_X)
     with jaxmp.checkpoint.manager(tmp_path / "steps") as steps:
-        jaxmp.checkpoint.save_job(steps, 1, (model, optimizer))
+        rest = {"rest": nnx.state(model, nnx.Not(optimizer.wrt)), "step": optimizer.step[...]}
+        params = nnx.state(model, optimizer.wrt)
+        jaxmp.checkpoint.save(steps, 1, params=params, opt_state=optimizer.opt_state, extra=rest)
         fresh, fresh_optimizer, _ = wide(name, True)
-        jaxmp.checkpoint.restore_job(steps, (fresh, fresh_optimizer))
+        params, tx = nnx.state(fresh, optimizer.wrt), fresh_optimizer.tx
+        restored = jaxmp.checkpoint.restore(steps, tx, params=params, extra=rest)
+        nnx.update(fresh, restored.params, restored.extra["rest"])
+        nnx.update(fresh_optimizer.opt_state, nnx.state(restored.opt_state))
+        fresh_optimizer.step[...] = restored.extra["step"]
     pure = nnx.as_pure
     assert_moved(jax.tree.leaves(pure(fresh_optimizer.opt_state)), jax.tree.leaves(pure(optimizer.opt_state)))
     assert_same_program(step(fresh, fresh_optimizer, WIDE_X), step(model, optimizer, WIDE_X))

@@ -1,6 +1,7 @@
 """The state of Megatron's optimizer: each case that Megatron was recorded at, and what we make of it."""
 
 import copy
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 import jaxmp
 import oracle_data
 from helpers import assert_exact, assert_moved
-from jaxmp.checkpoint import export_megatron, import_megatron
+from jaxmp.checkpoint import import_megatron
 
 ORACLE = oracle_data.load("megatron_state_dict")
 SHAPES = ORACLE["format"]["fp32_from_fp16_params"].partition("shapes ")[2]
@@ -31,8 +32,9 @@ def make(policy="fp16", inner=None, **kwargs):
 
 
 def started(policy="fp16", **kwargs):
+    """(the optimizer, params) of a job that imports."""
     params32 = jax.tree.map(jnp.asarray, arrays(0))
-    return jaxmp.get_policy(policy).cast_to_param(params32), make(policy, **kwargs).init(params32)
+    return make(policy, **kwargs), jaxmp.get_policy(policy).cast_to_param(params32)
 
 
 def saved():
@@ -72,7 +74,7 @@ CASES = {
         lambda s: renamed(s, "optimizer", "optimizer_state_dict"), "optimizer_state_dict is read as optimizer", None
     ),
     "no grad_scaler": (
-        lambda s: {k: x for k, x in s.items() if k != "grad_scaler"}, "no grad_scaler: the loss scale stays 65536", None
+        lambda s: {k: x for k, x in s.items() if k != "grad_scaler"}, "missing or empty: the scale stays", None
     ),
     "old key fp32_from_fp16": (lambda s: renamed(s, "fp32_from_fp16_params", "fp32_from_fp16"), None, None),
     "neither fp32 key": (
@@ -81,16 +83,16 @@ CASES = {
     ),
     "scaler keys missing hysteresis_tracker": (
         lambda s: s | {"grad_scaler": {k: x for k, x in s["grad_scaler"].items() if k != "hysteresis_tracker"}}, None,
-        "without hysteresis_tracker",
+        "hysteresis_tracker has missing",
     ),
     "fewer saved groups (zip truncates silently)": (
         lambda s: s | {"fp32_from_fp16_params": s["fp32_from_fp16_params"][:1]}, None,
-        r"groups= has \[2, 1\] params with a master; .* has groups of \[2\]",
+        r"fp32_from_fp16_params is matched by position.* \[2, 1\], and \[2\]",
     ),
     # Ours are matched by position: groups that look alike are no trouble.
     "group identifiers collide (both groups lack wd_mult)": (lambda s: regrouped(s, [0, 1], [2]), None, None),
     "groups saved in swapped order (HEAD re-matches by identifier; params list keeps saved order)": (
-        lambda s: regrouped(s, [2], [0, 1]), None, r"groups= has \[2, 1\] params; .* has groups of \[1, 2\]"
+        lambda s: regrouped(s, [2], [0, 1]), None, r"param_groups is matched by position.* \[2, 1\], and \[1, 2\]"
     ),
 }  # fmt: skip
 
@@ -104,41 +106,37 @@ def test_every_recorded_case_is_here():
 @pytest.mark.parametrize("case", CASES)
 def test_load_cases(case):
     change, warning, error = CASES[case]
-    params, opt_state = started()
-    before = jax.tree.map(np.array, (params, opt_state))
+    tx, params = started()
     if error is not None:
         with pytest.raises(ValueError, match=error):
-            import_megatron(change(saved()), opt_state, params, groups=GROUPS)
-        assert_moved((params, opt_state), before)
+            import_megatron(change(saved()), tx, params, groups=GROUPS)
         return
     if warning is not None:
         with pytest.warns(UserWarning, match=warning):
-            loaded = import_megatron(change(saved()), opt_state, params, groups=GROUPS)
+            loaded = import_megatron(change(saved()), tx, params, groups=GROUPS)
         check_complete(*loaded, scale=(65536.0, 0) if "grad_scaler" in case else (4096.0, 1))
     else:
-        check_complete(*import_megatron(change(saved()), opt_state, params, groups=GROUPS))
+        check_complete(*import_megatron(change(saved()), tx, params, groups=GROUPS))
     recorded = ORACLE["load_cases"][case]
     if recorded["result"] == "ok":  # where Megatron loads, the same scale and masters come out
         assert recorded["masters_restored"] and recorded["after"][0] == (4096.0)
 
 
 def test_grad_scaler_present_but_class_has_none():
-    params, opt_state = started("bf16")
-    with pytest.warns(
-        UserWarning, match="has a grad_scaler, but this optimizer has no dynamic loss scale: the grad_scaler is"
-    ):
-        params, opt_state = import_megatron(saved(), opt_state, params, groups=GROUPS)
+    tx, params = started("bf16")
+    with pytest.warns(UserWarning, match="grad_scaler is not used: this optimizer has no dynamic loss scale"):
+        params, opt_state = import_megatron(saved(), tx, params, groups=GROUPS)
     assert_moved(jaxmp.get_master_params(opt_state, params), arrays(1))
     assert float(jaxmp.get_loss_scale(opt_state)) == 1.0  # as recorded: [1.0, null]
 
 
 def test_a_constant_grad_scaler_has_no_state():
     """Megatron's `ConstantGradScaler.state_dict()` is empty."""
-    params, opt_state = started()
-    with pytest.warns(UserWarning, match="empty, as that of a constant scale is: the loss scale stays 65536.0"):
-        check_complete(*import_megatron(saved() | {"grad_scaler": {}}, opt_state, params, groups=GROUPS), (65536.0, 0))
+    tx, params = started()
+    with pytest.warns(UserWarning, match="missing or empty: the scale stays 65536.0"):
+        check_complete(*import_megatron(saved() | {"grad_scaler": {}}, tx, params, groups=GROUPS), (65536.0, 0))
     tx = jaxmp.mixed_precision(optax.adam(1e-2), "fp16", loss_scale=128.0)
-    params, opt_state = import_megatron(saved() | {"grad_scaler": {}}, tx.init(arrays(0)), params, groups=GROUPS)
+    params, opt_state = import_megatron(saved() | {"grad_scaler": {}}, tx, params, groups=GROUPS)
     assert float(jaxmp.get_loss_scale(opt_state)) == 128.0
 
 
@@ -149,50 +147,46 @@ def test_what_megatron_has_not_is_named():
     params32 = jax.tree.map(jnp.asarray, arrays(0))
     state = {k: x for k, x in saved().items() if k != "grad_scaler"}
     state["fp32_from_fp16_params"] = [state["fp32_from_fp16_params"][0], []]
-    params = policy.cast_to_param(params32)
-    with pytest.warns(UserWarning, match="has no copy of params that it keeps in float32: c stay as in params=. Take"):
-        found, _ = import_megatron(state, tx.init(params32), params, groups=GROUPS)
+    with pytest.warns(UserWarning, match="Megatron's optimizer has no c: they start as tx.init"):
+        found, opt_state = import_megatron(state, tx, policy.cast_to_param(params32), groups=GROUPS)
     assert_moved(found["c"], params32["c"])
-    of_model = {"c": arrays(4)["c"]}
-    found, opt_state = import_megatron(state, tx.init(params32), params, groups=GROUPS, in_float32=of_model)
-    assert_moved(found["c"], of_model["c"])
-    assert_moved(jaxmp.get_master_params(opt_state, found)["c"], of_model["c"])
-    for wrong, told in (
-        ({"a": of_model["c"]}, "a has a master in"),
-        ({"d": 1.0}, "d is in no group"),
-        ({"c": 1.0}, "shape"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            import_megatron(state, tx.init(params32), params, groups=GROUPS, in_float32=wrong)
-    params, opt_state = started("bf16", inner=optax.chain(optax.adam(1e-2), jaxmp.ema_params(0.9)))
+    assert_moved(jaxmp.get_master_params(opt_state, found)["c"], params32["c"])
+    assert_moved(optax.tree.get(opt_state, "mu")["c"], arrays(2)["c"])
+    tx, params = started("bf16", inner=optax.chain(optax.adam(1e-2), jaxmp.ema_params(0.9)))
     state = {k: x for k, x in saved().items() if k != "grad_scaler"}
-    with pytest.warns(UserWarning, match="has no average of the weights: .*ema_params/a and the others stay"):
-        import_megatron(state, opt_state, params, groups=GROUPS)
+    with pytest.warns(UserWarning, match="has no averages"):
+        _, opt_state = import_megatron(state, tx, params, groups=GROUPS)
+    assert_moved(optax.tree.get(opt_state, "mu"), arrays(2))
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("kwargs", [{}, {"remainder_bits": 16}], ids=["whole", "split"])
-def test_there_and_back(kwargs):
-    params, opt_state = started("bf16", **kwargs)
+@pytest.mark.parametrize("remainder_bits", [None, 16], ids=["whole", "split"])
+def test_the_next_step_is_that_of_the_same_job(remainder_bits):
+    """A state of ours, written down as Megatron would, and imported."""
+    tx, params = started("bf16", remainder_bits=remainder_bits)
+    opt_state = tx.init(jax.tree.map(jnp.asarray, arrays(0)))
+    jaxmp.get_loss_scale(())
+    step = jax.jit(lambda *args: jaxmp.apply_gradients(tx, *args))
     grads = jax.tree.map(jnp.ones_like, params)
-    step = jax.jit(lambda *args: jaxmp.apply_gradients(make("bf16", **kwargs), *args))
     params, opt_state = step(grads, opt_state, params)
-    opt_state = opt_state._replace(largest_gradient=jnp.float32(-1))  # Megatron counts no such thing
-    out = export_megatron(opt_state, params, groups=GROUPS)
-    assert "grad_scaler" not in out and out["optimizer"]["state"][2]["step"] == 1
-    empty = started("bf16", **kwargs)
-    assert_exact(import_megatron(out, empty[1], empty[0], groups=GROUPS), (params, opt_state))
+    mu, nu, masters = (optax.tree.get(opt_state, "mu"), optax.tree.get(opt_state, "nu"), arrays(0))
+    masters = jaxmp.get_master_params(opt_state, params)
+    each = {i: {"step": 1, "exp_avg": mu[p], "exp_avg_sq": nu[p]} for i, p in enumerate("abc")}
+    groups = [{"params": [0, 1]}, {"params": [2]}]
+    state = {"optimizer": {"state": each, "param_groups": groups}}
+    state["fp32_from_fp16_params"] = [[masters["a"], masters["b"]], [masters["c"]]]
+    by_groups = import_megatron(state, tx, started("bf16")[1], groups=GROUPS)
+    by_shape = import_megatron(state, tx, started("bf16")[1])
+    for found in (by_groups, by_shape):
+        assert_moved(jaxmp.get_master_params(found[1], found[0]), masters)
+        assert_moved(optax.tree.get(found[1], "nu"), nu)
+        assert_exact(step(grads, found[1], found[0])[0], step(grads, opt_state, params)[0])
 
 
-def test_the_format_that_was_recorded():
-    params, opt_state = started()
-    out = export_megatron(opt_state, params, groups=GROUPS, loss_scale=SCALE)
-    assert sorted(out) == ORACLE["format"]["top_keys"]
-    assert sorted(out["optimizer"]) == ORACLE["format"]["optimizer_keys"]
-    assert list(out["optimizer"]["state"]) == ORACLE["format"]["optimizer_state_keys"]
-    assert sorted(out["optimizer"]["state"][0]) == ORACLE["format"]["per_param"]
-    assert str([[list(x.shape) for x in group] for group in out["fp32_from_fp16_params"]]) == SHAPES
-    assert out["grad_scaler"] == {"scale": [65536.0], "growth_tracker": 0, "hysteresis_tracker": 2}
+def test_params_of_one_shape_need_their_paths():
+    tx = make("bf16")
+    with pytest.raises(ValueError, match="without groups=, each param must be found by its shape"):
+        import_megatron(saved(), tx, {"a": jnp.ones((7, 5)), "b": jnp.ones((7, 5)), "c": jnp.ones(5)})
 
 
 def test_a_step_of_the_group_and_momentum():
@@ -201,41 +195,60 @@ def test_a_step_of_the_group_and_momentum():
         state["optimizer"]["state"][i] = {"exp_avg": x["exp_avg"], "exp_avg_sq": x["exp_avg_sq"]}
     for group in state["optimizer"]["param_groups"]:
         group["step"] = np.asarray(7)  # as apex's FusedAdam has it
-    params, opt_state = started()
-    check_complete(*import_megatron(state, opt_state, params, groups=GROUPS))
+    tx, params = started()
+    check_complete(*import_megatron(state, tx, params, groups=GROUPS))
     momentum = saved()
     momentum["optimizer"]["state"] = {i: {"momentum_buffer": x} for i, x in enumerate(arrays(2).values())}
-    params, opt_state = started(inner=optax.sgd(0.1, momentum=0.9))
-    _, opt_state = import_megatron(momentum, opt_state, params, groups=GROUPS)
+    tx, params = started(inner=optax.sgd(0.1, momentum=0.9))
+    _, opt_state = import_megatron(momentum, tx, params, groups=GROUPS)
     assert_moved(optax.tree.get(opt_state, "trace"), arrays(2))
+
+
+def test_layers_may_be_called_as_moments():
+    """The fields of a state are told from the names of a model by its types."""
+    shapes = {"mu": {"count": (2,), "nu": (3,)}, "count": (4,)}
+    rng = np.random.default_rng(0)
+    draw = functools.partial(jax.tree.map, lambda s: rng.normal(size=s).astype(np.float32))
+    params, weights, mu, nu = (draw(shapes, is_leaf=lambda x: type(x) is tuple) for _ in range(4))
+    each = zip(*map(jax.tree.leaves, (mu, nu)), strict=True)
+    each = {i: {"step": 3, "exp_avg": m, "exp_avg_sq": v**2} for i, (m, v) in enumerate(each)}
+    state = {"optimizer": {"state": each, "param_groups": [{"params": [0, 1, 2]}]}}
+    state["fp32_from_fp16_params"] = [jax.tree.leaves(weights)]
+    params16 = jaxmp.get_policy("bf16").cast_to_param(params)
+    found, opt_state = import_megatron(state, make("bf16"), params16, groups=[["count", "mu/count", "mu/nu"]])
+    assert_moved(jaxmp.get_master_params(opt_state, found), weights)
+    inner = opt_state.optimizer_state[0]
+    assert_moved(inner.mu, mu)
+    assert_moved(inner.nu, jax.tree.map(np.square, nu))
+    assert int(inner.count) == 3
 
 
 @pytest.mark.thorough(3)
 @pytest.mark.parametrize(
     ("change", "groups", "message"),
     [
-        (lambda s: s["fp32_from_fp16_params"][1].__setitem__(0, np.ones(4)), GROUPS, r"master of c has shape \(4,\)"),
+        (lambda s: s["fp32_from_fp16_params"][1].__setitem__(0, np.ones(4)), GROUPS, r"the master of c has \(4,\)"),
         (
             lambda s: s["optimizer"]["state"][0].pop("exp_avg_sq"),
             GROUPS,
-            "needs exp_avg_sq, which is missing in Megatron's state of a",
+            r"must have exp_avg_sq; got \['exp_avg', 'step'\]",
         ),
-        (lambda s: s["optimizer"]["state"][0].update(exp_avg=np.ones(2)), GROUPS, "exp_avg of a has shape"),
-        (lambda s: s["optimizer"]["state"].pop(2), GROUPS, r"the state of c \(2\) is missing"),
-        (lambda s: s["optimizer"]["state"][0].update(step=8), GROUPS, r"have the same step; .* has \[7, 8\]"),
-        (lambda s: s["optimizer"].pop("param_groups"), GROUPS, "param_groups is missing"),
+        (lambda s: s["optimizer"]["state"][0].update(exp_avg=np.ones(2)), GROUPS, "exp_avg of a has"),
+        (lambda s: s["optimizer"]["state"].pop(2), GROUPS, r"must have 2; got \[0, 1\]"),
+        (lambda s: s["optimizer"]["state"][0].update(step=8), GROUPS, r"have the same step; .* have \[7, 8\]"),
+        (lambda s: s["optimizer"].pop("param_groups"), GROUPS, "must have param_groups"),
         (
             lambda s: None,
             [["a", "d"], ["c"]],
-            "must name each param once, by path; d is not a param. There are a, b, c",
+            "each param once, by path, .*; d is not a param, .* There are a, b, c",
         ),
-        (lambda s: None, [["a", "a"], ["c"]], "a is given twice"),
-        (lambda s: None, [["a"], ["c"]], "must name every param that has a master; b is in no group"),
+        (lambda s: None, [["a", "a"], ["c"]], "; a is not a param, or there 2 times"),
+        (lambda s: None, [["a"], ["c"]], "; b is not a param, or there 0 times"),
     ],
     ids=["master", "moment", "shape", "state", "steps", "groups", "unknown", "twice", "few"],
 )
 def test_what_does_not_fit(change, groups, message):
-    state, (params, opt_state) = saved(), started()
+    state, (tx, params) = saved(), started()
     change(state)
     with pytest.raises(ValueError, match=message):
-        import_megatron(state, opt_state, params, groups=groups)
+        import_megatron(state, tx, params, groups=groups)

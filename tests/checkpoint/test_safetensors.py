@@ -19,8 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_exact, assert_moved
-from jaxmp._src.checkpoint import tensor_files
-from jaxmp.checkpoint import load_safetensors, read_safetensors, save_safetensors
+from jaxmp.checkpoint import load_safetensors, save_safetensors
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -38,9 +37,21 @@ def header(path):
         return {k: (file.get_slice(k).get_dtype(), tuple(file.get_slice(k).get_shape())) for k in file.keys()}
 
 
+KINDS = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn}
+
+
+def read(path):
+    """The tensors of a file by name: a header in JSON behind its length, then the bytes."""
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    entries = {k: x for k, x in json.loads(data[8:begin]).items() if k != "__metadata__"}
+    parts = {k: data[begin + x["data_offsets"][0] : begin + x["data_offsets"][1]] for k, x in entries.items()}
+    return {k: np.frombuffer(parts[k], KINDS[x["dtype"]]).reshape(x["shape"]) for k, x in entries.items()}
+
+
 def test_masters_are_written_and_not_what_they_are_rounded_to(tmp_path):
     opt_state, params = jaxmp.mixed_precision(optax.adam(1e-3), POLICY).init(PARAMS), POLICY.cast_to_param(PARAMS)
-    save_safetensors(tmp_path / "w", params, opt_state=opt_state, dtype=jnp.float32)
+    save_safetensors(tmp_path / "w", jaxmp.get_master_params(opt_state, params), dtype=jnp.float32)
     assert_moved(load_safetensors(tmp_path / "w", PARAMS), PARAMS)
     save_safetensors(tmp_path / "rounded", params, dtype=jnp.float32)
     assert_exact(
@@ -66,7 +77,7 @@ def test_sixteen_bits_are_each_rounded_once(dtype, code, layout, tmp_path):
 
 def test_torch_has_its_names_and_its_layout(tmp_path):
     save_safetensors(tmp_path / "w", PARAMS, dtype=jnp.float32, layout="torch", rename=lambda name: f"model.{name}")
-    tensors = read_safetensors(tmp_path / "w")
+    tensors = read(tmp_path / "w")
     assert_moved(tensors["model.mlp.weight"], np.asarray(PARAMS["mlp"]["kernel"]).T)
     assert_moved(tensors["model.conv.weight"], np.asarray(PARAMS["conv"]["kernel"]).transpose(3, 2, 0, 1))
     assert_moved(tensors["model.embed.weight"], PARAMS["embed"]["embedding"])
@@ -75,7 +86,7 @@ def test_torch_has_its_names_and_its_layout(tmp_path):
     ]
     with safetensors.safe_open(tmp_path / "w", framework="np") as file:
         assert file.metadata() == {"format": "pt"}  # without it transformers refuses the file
-    with pytest.raises(ValueError, match=r"kernel of 3 axes .* got \(2, 2, 2\) at heads/kernel. Reshape it"):
+    with pytest.raises(ValueError, match=r"kernel of 3 axes; got one at heads/kernel. Reshape it"):
         save_safetensors(tmp_path / "w", {"heads": {"kernel": jnp.ones((2, 2, 2))}}, layout="torch")
 
 
@@ -84,7 +95,7 @@ def test_torch_has_its_names_and_its_layout(tmp_path):
 def test_fp8_kernels_stand_beside_their_scale(layout, tmp_path):
     save_safetensors(tmp_path / "w", PARAMS, dtype=jnp.float8_e4m3fn, layout=layout, keep=("conv/*",))
     name = {"flax": "kernel", "torch": "weight"}[layout]
-    tensors = read_safetensors(tmp_path / "w")
+    tensors = read(tmp_path / "w")
     assert tensors[f"conv.{name}"].dtype == ml_dtypes.bfloat16
     kernel = np.asarray(PARAMS["mlp"]["kernel"] if layout == "flax" else PARAMS["mlp"]["kernel"].T, np.float64)
     scale = tensors[f"mlp.{name}_scale"]
@@ -102,18 +113,17 @@ def fp8_layer(kernel):
     return {"dense": {"kernel": kernel, "op": jax.tree.map(jnp.float32, names)}}
 
 
-def test_kernels_stored_in_fp8_go_out_as_they_are_and_in_as_weights(tmp_path):
-    stored = jaxmp.get_policy("bf16", fp8_weights=True).cast_to_param(fp8_layer(PARAMS["mlp"]["kernel"]))
-    save_safetensors(tmp_path / "w", stored, dtype=jnp.float8_e4m3fn, input_scales=True)
-    tensors = read_safetensors(tmp_path / "w")
-    assert_moved(tensors["dense.kernel"], stored["dense"]["kernel"])
-    assert float(tensors["dense.kernel_scale"]) == 2.0 ** -float(stored["dense"]["op"]["fp8_rhs_e4m3_log2_scale"])
-    assert float(tensors["dense.input_scale"]) == 0.125
-    assert sorted(tensors) == ["dense.input_scale", "dense.kernel", "dense.kernel_scale"]  # no leaves of training
-    like = fp8_layer(jax.ShapeDtypeStruct((4, 8), jnp.float32))
-    loaded = load_safetensors(tmp_path / "w", like)
-    assert_exact(loaded["dense"]["kernel"], jaxmp.fp8.load_weights(stored, jnp.float32)["dense"]["kernel"])
+def test_scales_of_training_stay_out_and_are_kept(tmp_path):
+    params = fp8_layer(PARAMS["mlp"]["kernel"])
+    save_safetensors(tmp_path / "w", params, dtype=jnp.float8_e4m3fn)
+    assert sorted(read(tmp_path / "w")) == ["dense.kernel", "dense.kernel_scale"]
+    loaded = load_safetensors(tmp_path / "w", fp8_layer(jax.ShapeDtypeStruct((4, 8), jnp.float32)))
     assert float(loaded["dense"]["op"]["fp8_lhs_e4m3_log2_scale"]) == 3.0
+    described = jax.eval_shape(lambda: fp8_layer(jnp.ones((4, 8))))
+    assert float(load_safetensors(tmp_path / "w", described)["dense"]["op"]["fp8_lhs_e4m3_log2_scale"]) == 0.0
+    stored = jaxmp.get_policy("bf16", fp8_weights=True).cast_to_param(params)
+    with pytest.raises(ValueError, match="got one at dense/kernel. Pass get_master_params"):
+        save_safetensors(tmp_path / "w", stored)
 
 
 def test_files_of_engines_with_a_scale_for_each_row(tmp_path):
@@ -125,67 +135,44 @@ def test_files_of_engines_with_a_scale_for_each_row(tmp_path):
 
 
 def test_shards_and_shardings(tmp_path):
-    save_safetensors(tmp_path / "1", {"mlp": PARAMS["mlp"]}, dtype=jnp.float32)
-    save_safetensors(tmp_path / "2", {"norm": PARAMS["norm"]}, dtype=jnp.float32)
+    whole = {k: PARAMS[k] for k in ("mlp", "norm")}
+    save_safetensors(tmp_path / "1", whole, dtype=jnp.float32)
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     split = NamedSharding(mesh, P("x"))
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), {k: PARAMS[k] for k in ("mlp", "norm")}
-    )
-    loaded = load_safetensors([tmp_path / "1", tmp_path / "2"], like)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split), whole)
+    loaded = load_safetensors(tmp_path / "1", like)
     assert all(x.sharding == split for x in jax.tree.leaves(loaded))
+    assert not any(x.committed for x in jax.tree.leaves(load_safetensors(tmp_path / "1", whole)))
     save_safetensors(tmp_path / "3", loaded, dtype=jnp.float32)  # gathered
-    whole = {k: PARAMS[k] for k in ("mlp", "norm")}
     assert_moved(load_safetensors(tmp_path / "3", whole), whole)
-
-
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("remainder_bits", [None, 16], ids=["fp32 masters", "split masters"])
-def test_masters_of_another_shape_are_not_written(remainder_bits, tmp_path):
-    """Padded masters under trimmed params: the file would hold the padding."""
-    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
-    whole = {"mlp": {"kernel": jnp.arange(1.0, 19.0).reshape(6, 3)}}
-    layout = jaxmp.fsdp.layout_of(whole, mesh, min_size=1)
-    tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16", remainder_bits=remainder_bits)
-    padded = jaxmp.fsdp.pad(whole, layout)
-    opt_state, params = tx.init(padded), jaxmp.get_policy("bf16").cast_to_param(padded)
-    trimmed = jaxmp.fsdp.trim(params, layout)
-    told = r"mlp/kernel is \(6, 3\) in params and \(8, 3\) in the masters.* call jaxmp.fsdp.trim\(opt_state, layout\)"
-    with pytest.raises(ValueError, match=told):
-        save_safetensors(tmp_path / "w", trimmed, opt_state=opt_state, dtype=jnp.float32)
-    assert not (tmp_path / "w").exists()
-    save_safetensors(tmp_path / "w", trimmed, opt_state=jaxmp.fsdp.trim(opt_state, layout), dtype=jnp.float32)
-    assert_exact(load_safetensors(tmp_path / "w", whole), whole)
 
 
 def test_what_does_not_fit(tmp_path):
     path = tmp_path / "w"
     save_safetensors(path, {"mlp": PARAMS["mlp"]}, dtype=jnp.float32)
-    with pytest.raises(ValueError, match=r"norm.scale \(norm/scale\) is missing. It has mlp.bias, mlp.kernel"):
+    with pytest.raises(ValueError, match=r"norm.scale \(norm/scale\) is not among mlp.bias, mlp.kernel"):
         load_safetensors(path, {"norm": PARAMS["norm"], "mlp": PARAMS["mlp"]})
-    with pytest.raises(ValueError, match="the tensor mlp.bias is not in the model. Pass strict=False"):
+    with pytest.raises(ValueError, match="mlp.bias is not in it. Pass strict=False"):
         load_safetensors(path, {"mlp": {"kernel": PARAMS["mlp"]["kernel"]}})
     assert_moved(
         load_safetensors(path, {"mlp": {"bias": jnp.ones(8)}}, strict=False), {"mlp": {"bias": jnp.arange(8.0)}}
     )
-    with pytest.raises(ValueError, match=r"mlp.bias has shape \(8,\) for mlp/bias, expected \(7,\)"):
+    with pytest.raises(ValueError, match=r"mlp.bias has shape \(8,\), expected \(7,\) at mlp/bias"):
         load_safetensors(path, {"mlp": {"bias": jnp.ones(7)}}, strict=False)
     with pytest.raises(ValueError, match="layout must be"):
-        load_safetensors(path, {}, layout="tf")  # pyright: ignore
+        load_safetensors(path, PARAMS, layout="tf")  # pyright: ignore
     with pytest.raises(ValueError, match="dtype must be one of float32, .*; got int8"):
         save_safetensors(path, {}, dtype=jnp.int8)
-    with pytest.raises(ValueError, match="dtype must be one of float32, .*; got 'bf16'"):
-        save_safetensors(path, {}, dtype="bf16")
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16")
     state = jaxmp.linen.TrainState.create(apply_fn=None, params=PARAMS, tx=tx, policy="bf16")
     with pytest.raises(
         TypeError, match="got a TrainState .* as params. Its parts are state.params and state.opt_state"
     ):
         save_safetensors(path, state)
-    with pytest.raises(ValueError, match="needs its own name; got 'x' for mlp/kernel"):
+    with pytest.raises(ValueError, match="needs its own name; got 'x' for mlp/"):
         save_safetensors(path, {"mlp": PARAMS["mlp"]}, rename=lambda name: "x")
     safetensors.numpy.save_file({"k": np.ones((2, 2), ml_dtypes.float8_e4m3fn)}, tmp_path / "bare")
-    with pytest.raises(ValueError, match="needs its scale; k_scale is missing"):
+    with pytest.raises(ValueError, match="one scale, or one for each row; k has 0 of them"):
         load_safetensors(tmp_path / "bare", {"k": jnp.ones((2, 2))})
 
 
@@ -195,52 +182,30 @@ def test_a_damaged_file_is_an_error_and_a_failed_save_leaves_the_old_one(tmp_pat
     whole = path.read_bytes()
     for damaged in (whole[: len(whole) // 2], whole[:4], b"PK" + whole, b""):
         (tmp_path / "bad").write_bytes(damaged)
-        with pytest.raises(ValueError, match="bad must be a complete safetensors file; it is damaged, incomplete, or"):
+        with pytest.raises(ValueError, match="must be a whole safetensors file, .*; got .*bad"):
             load_safetensors(tmp_path / "bad", PARAMS)
-    with pytest.raises(ValueError, match="there is no file at .*nowhere"):
-        read_safetensors(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="must be a whole safetensors file, .*; got .*nowhere"):
+        load_safetensors(tmp_path / "nowhere", PARAMS)
     with pytest.raises(ValueError):
         save_safetensors(path, PARAMS, rename=lambda name: "x")
     assert path.read_bytes() == whole and sorted(x.name for x in tmp_path.iterdir()) == ["bad", "w"]
 
 
-def test_one_tensor_at_a_time_beside_the_arrays(tmp_path):
+def test_one_file_at_a_time_beside_the_arrays(tmp_path):
     """The host's memory: that of some leaves of a model of 64. jax's CPU client runs at most 32 programs behind the
     host, and each holds its argument until it ran: on a loaded machine these copies count, too."""
     leaf = 2**19
     model = {f"w{i:02}": jnp.full((leaf // 4,), float(i)) for i in range(64)}
-    saved = lambda: save_safetensors(tmp_path / "w", model, dtype=jnp.float32)  # noqa: E731
-    loaded = lambda: load_safetensors(tmp_path / "w", model)  # noqa: E731
+    saved = lambda: save_safetensors(tmp_path, model, dtype=jnp.float32, max_shard_size=4 * leaf)  # noqa: E731
+    loaded = lambda: load_safetensors(tmp_path, model)  # noqa: E731
     for call in (saved, loaded):
         call()  # what is imported and compiled once
         tracemalloc.start()
         found = call()
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert peak <= 40 * leaf, call
+        assert peak <= 44 * leaf, call
     assert_moved(found, model)
-    theirs = safetensors.numpy.load_file(tmp_path / "w")
-    assert_moved(theirs, model)
-
-
-def test_one_weight_at_a_time_is_made_from_split_masters(tmp_path, monkeypatch):
-    """On the device too: of 8 params in bfloat16 with remainders, one is there in float32."""
-    tx, policy = jaxmp.mixed_precision(optax.sgd(0.1), "bf16", remainder_bits=16), jaxmp.get_policy("bf16")
-    model = {f"w{i}": jnp.full((2**16,), 1.0 + i * 2.0**-20) for i in range(8)}
-    params, opt_state = policy.cast_to_param(model), tx.init(model)
-    on_host, live = tensor_files._on_host, []
-
-    def seen(x):
-        live.append(sum(x.nbytes for x in jax.live_arrays() if x.dtype == jnp.float32 and x.size == 2**16))
-        return on_host(x)
-
-    expected = jax.tree.map(np.asarray, model)
-    del model
-    monkeypatch.setattr(tensor_files, "_on_host", seen)
-    before = sum(x.nbytes for x in jax.live_arrays() if x.dtype == jnp.float32 and x.size == 2**16)
-    save_safetensors(tmp_path / "w", params, opt_state=opt_state, dtype=jnp.float32)
-    assert len(live) == 8 and max(live) - before <= 2 * 4 * 2**16
-    assert_exact(load_safetensors(tmp_path / "w", expected), jax.tree.map(jnp.asarray, expected))
 
 
 def raw_file(path, **tensors):
@@ -259,15 +224,12 @@ def test_dtypes_and_names_that_nobody_can_guess_are_named(tmp_path):
         path = raw_file(tmp_path / code, w=(code, [4], nbytes))
         with pytest.raises(ValueError, match=code):  # as one that is not read, or as one that is no format at all
             load_safetensors(path, {"w": jnp.ones(4)})
-    first, second = (raw_file(tmp_path / name, w=("F32", [4], 16)) for name in ("first", "second"))
-    with pytest.raises(ValueError, match="each tensor must be in one file; w is in .*first and in .*second"):
-        load_safetensors([first, second], {"w": jnp.ones(4)})
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_kernel_that_is_not_finite_has_no_scale(bad, tmp_path):
     params = {"dense": {"kernel": jnp.ones((4, 4)).at[1, 2].set(bad)}}
-    with pytest.raises(ValueError, match="got one at dense/kernel. Mend the weight, or leave the kernel in bfloat16"):
+    with pytest.raises(ValueError, match="which an inf or a NaN takes from all; got one at dense/kernel"):
         save_safetensors(tmp_path / "w", params, dtype=jnp.float8_e4m3fn)
     assert list(tmp_path.iterdir()) == []
     save_safetensors(tmp_path / "w", params, dtype=jnp.float8_e4m3fn, keep="kernel")
@@ -295,9 +257,7 @@ def test_shards_with_the_index_of_hugging_face(tmp_path):
             assert sorted(file.keys()) == sorted(k for k, at in index["weight_map"].items() if at == name)
             sizes[name] = sum(file.get_tensor(k).nbytes for k in file.keys())
     assert len(index["weight_map"]) == 5 and all(n <= 200 or len(header(folder / x)) == 1 for x, n in sizes.items())
-    for path in (folder, folder / "model.safetensors.index.json", [folder / name for name in names]):
-        assert_moved(load_safetensors(path, PARAMS), PARAMS)
-    assert_moved(read_safetensors(folder)["mlp.kernel"], PARAMS["mlp"]["kernel"])
+    assert_moved(load_safetensors(folder, PARAMS), PARAMS)
 
 
 def test_a_folder_holds_the_last_model_only(tmp_path):
@@ -307,7 +267,7 @@ def test_a_folder_holds_the_last_model_only(tmp_path):
     save_safetensors(tmp_path / "m", other, dtype=jnp.float32, max_shard_size=900)
     assert_moved(load_safetensors(tmp_path / "m", PARAMS), other)
     assert len(list((tmp_path / "m").glob("*.safetensors"))) == 2 and (tmp_path / "m/config.json").exists()
-    save_safetensors(tmp_path / "m", PARAMS, dtype=jnp.float32, max_shard_size="1 GB")
+    save_safetensors(tmp_path / "m", PARAMS, dtype=jnp.float32, max_shard_size=10**9)
     assert sorted(x.name for x in (tmp_path / "m").iterdir()) == ["config.json", "model.safetensors"]
     assert_moved(load_safetensors(tmp_path / "m", PARAMS), PARAMS)
 
@@ -325,9 +285,8 @@ def test_a_save_that_stops_between_its_files_leaves_no_mix_of_two_models(tmp_pat
     monkeypatch.setattr(pathlib.Path, "replace", stops)
     with pytest.raises(OSError, match="no space left"):
         save_safetensors(tmp_path / "m", jax.tree.map(lambda x: x + 1, PARAMS), dtype=jnp.float32, max_shard_size=200)
-    with pytest.raises(ValueError, match="has shards without an index. Its writer may have been killed"):
+    with pytest.raises(ValueError, match="a folder must hold one model"):
         load_safetensors(tmp_path / "m", PARAMS)
-    assert not list((tmp_path / "m").glob(".*"))
 
 
 def test_shards_and_their_index_must_belong_together(tmp_path):
@@ -335,14 +294,14 @@ def test_shards_and_their_index_must_belong_together(tmp_path):
     index, first = tmp_path / "model.safetensors.index.json", tmp_path / "model-00001-of-00003.safetensors"
     whole, text = first.read_bytes(), index.read_text()
     first.unlink()
-    with pytest.raises(ValueError, match="lists model-00001-of-00003.safetensors, which is not there. Copy all"):
+    with pytest.raises(ValueError, match="all files that it lists must be whole; .*model-00001-of-00003"):
         load_safetensors(tmp_path, PARAMS)
     first.write_bytes(whole)
     listed = json.loads(text)
     for damage, told in {
-        lambda m: m.update(new="model-00001-of-00003.safetensors"): "has new in model-00001.* is in none of its files",
-        lambda m: m.pop("mlp.bias"): "must list each tensor of its files; mlp.bias in .* is not in",
-        lambda m: m.update({"mlp.bias": m["norm.scale"]}): "has mlp.bias in .*, and it is in ",
+        lambda m: m.update(new="model-00001-of-00003.safetensors"): "its files differ in new",
+        lambda m: m.pop("mlp.bias"): "its files differ in mlp.bias",
+        lambda m: m.update({"mlp.bias": m["norm.scale"]}): "its files differ in mlp.bias",
     }.items():
         changed = json.loads(text)
         damage(changed["weight_map"])
@@ -351,43 +310,38 @@ def test_shards_and_their_index_must_belong_together(tmp_path):
             load_safetensors(tmp_path, PARAMS)
     for bad in ("", "[]", '{"weight_map": 3}', "{}"):
         index.write_text(bad)
-        with pytest.raises(ValueError, match='must be JSON with a "weight_map"'):
+        with pytest.raises(ValueError, match="an index .* must be whole"):
             load_safetensors(tmp_path, PARAMS)
     index.write_text(text)
     assert listed == json.loads(text)
     shutil.copy(first, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"has model.safetensors and model.safetensors.index.json. Pass the path"):
+    with pytest.raises(ValueError, match="a folder must hold one model"):
         load_safetensors(tmp_path, PARAMS)
-    assert_moved(load_safetensors(index, PARAMS), PARAMS)
+    (tmp_path / "model.safetensors").unlink()
+    shutil.copy(first, tmp_path / "model-00002-of-00003.safetensors")  # a tensor in two files
+    with pytest.raises(ValueError, match="its files differ in"):
+        load_safetensors(tmp_path, PARAMS)
 
 
 def test_a_folder_without_a_model_or_with_two(tmp_path):
-    with pytest.raises(ValueError, match=r"has no safetensors file. Pass the folder that save_safetensors wrote"):
+    with pytest.raises(ValueError, match="a folder must hold one model"):
         load_safetensors(tmp_path, PARAMS)
-    with pytest.raises(ValueError, match=r"is a folder. Pass the path of a file, or max_shard_size="):
-        save_safetensors(tmp_path, PARAMS)
     for name in ("a", "b"):
         save_safetensors(tmp_path / f"{name}.safetensors", PARAMS, dtype=jnp.float32)
-    with pytest.raises(ValueError, match=r"has a.safetensors, b.safetensors. Pass the path of one of them"):
+    with pytest.raises(ValueError, match="a folder must hold one model"):
         load_safetensors(tmp_path, PARAMS)
     (tmp_path / "b.safetensors").unlink()
     assert_moved(load_safetensors(tmp_path, PARAMS), PARAMS)
-    with pytest.raises(ValueError, match=r"a.safetensors is a file. Pass the path of a folder"):
-        save_safetensors(tmp_path / "a.safetensors", PARAMS, max_shard_size="5GB")
-
-
-@pytest.mark.parametrize("size", [0, -1, True, 1.5, "5 G", "GB", "0KB"])
-def test_sizes_of_shards_that_are_none(size, tmp_path):
-    with pytest.raises(ValueError, match=r'must be a number of bytes, text such as "5GB", or None; got'):
-        save_safetensors(tmp_path / "m", PARAMS, max_shard_size=size)
+    with pytest.raises(OSError):
+        save_safetensors(tmp_path / "a.safetensors", PARAMS, max_shard_size=100)
+    with pytest.raises(ValueError, match="max_shard_size= is a number of bytes; got '5GB'"):
+        save_safetensors(tmp_path / "m", PARAMS, max_shard_size="5GB")
 
 
 def test_integers_that_do_not_fit_are_refused(tmp_path):
     """jnp.asarray(2**40) is 0 in int32."""
     safetensors.numpy.save_file({"n": np.array([3, 2**40]), "m": np.array([5])}, tmp_path / "w")
     like = {"n": jnp.zeros(2, jnp.int32), "m": jnp.zeros(1, jnp.int32)}
-    with pytest.raises(
-        ValueError, match=r"n has values from 3 to 1099511627776, expected int32. Give the leaf a wider"
-    ):
+    with pytest.raises(ValueError, match="n is int64, expected int32 at n"):
         load_safetensors(tmp_path / "w", like)
     assert load_safetensors(tmp_path / "w", {"m": like["m"]}, strict=False)["m"].tolist() == [5]

@@ -345,79 +345,24 @@ def test_what_is_unsent_is_restored_where_it_belongs(tmp_path):
         with pytest.raises(
             ValueError, match=r"got it for 2 at .*unsent/by_axis/data/even, and the mesh has 4.*devices="
         ):
-            jaxmp.checkpoint.restore(steps, fewer, params=on_mesh(4), partial="*unsent*")
+            jaxmp.checkpoint.restore(steps, fewer, params=on_mesh(4), fresh="*unsent*")
 
 
-@pytest.mark.thorough(0)
-@pytest.mark.parametrize("order", [(2, 8, 3, 1, 3), pytest.param((8, 1, 4, 2, 6), marks=pytest.mark.thorough(0))])
-def test_other_devices_go_on_with_what_was_not_sent(order, tmp_path):
-    """The next mean of gradients gets the same from it; only partial= could restore it, and then it was lost."""
+def test_what_was_not_sent_is_for_as_many_devices(tmp_path):
+    """On others it starts again, if the user says so."""
     params = {key: jnp.zeros(shape) for key, shape in PARAMS.items()}
+    tx, fewer = (jaxmp.mixed_precision(reduced(wire_dtype=jnp.int8, devices=n), "fp32") for n in (DEVICES, 2))
     _, opt_state = plain_job("shard_map")[1](gradients(0), plain_job("shard_map")[0])
-    due = {key: np.asarray(e).mean(0) for key, e in unsent_of(opt_state).items()}
-    assert all(np.abs(e).max() > 1e-3 for e in due.values())
-    for number, devices in enumerate(order):
-        mesh = jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
-        tx = jaxmp.mixed_precision(reduced(wire_dtype=jnp.int8, devices=devices), "fp32")
-        like = jax.tree.map(lambda x, mesh=mesh: jax.device_put(x, NamedSharding(mesh, P())), params)
-        with jaxmp.checkpoint.manager(tmp_path / str(number)) as steps:
-            jaxmp.checkpoint.save(steps, 0, params=params, opt_state=opt_state)
-            opt_state = jaxmp.checkpoint.restore(steps, tx, params=like).opt_state
-        owners = optax.tree.get(opt_state, "unsent_of").by_axis[AXIS]
-        assert owners.dtype == jnp.int32 and owners.tolist() == (list(range(devices)) if devices > 1 else [-1])
-        found = optax.tree.get(opt_state, "unsent").by_axis[AXIS]
-        for key, e in due.items():
-            assert found[key].shape == (devices, *PARAMS[key]) and found[key].dtype == jnp.float32
-            assert [x.data.shape[0] for x in found[key].addressable_shards] == [1] * devices
-            np.testing.assert_allclose(np.asarray(found[key], np.float64).mean(0), e, rtol=1e-5, atol=1e-6)
-    opt_state = jax.tree.map(np.asarray, opt_state)
-    moved = jaxmp.checkpoint.convert(
-        opt_state, params, to=jaxmp.mixed_precision(reduced(wire_dtype=jnp.int8, devices=5), "fp32"), policy="fp32"
-    )[1]
-    found = optax.tree.get(moved, "unsent").by_axis[AXIS]
-    for key, e in due.items():
-        np.testing.assert_allclose(np.asarray(found[key], np.float64).mean(0), e, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.thorough(0)
-def test_what_one_device_has_not_sent_is_added_whole_by_more(tmp_path):
-    """Eight devices of a pmap, or of a mesh, add it as the one device would; only the first did: an eighth of it."""
-    params = {key: jnp.zeros(shape) for key, shape in PARAMS.items()}
-    one, tx = (jaxmp.mixed_precision(reduced(wire_dtype=jnp.int8, devices=n), "fp32") for n in (1, DEVICES))
-    mesh = jax.make_mesh((1,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
-    specs = jaxmp.sharding_of(one, params, jax.tree.map(lambda _: P(), params))
-    step = jax.shard_map(
-        lambda g, s: one.update(g, s, params), mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs)
-    )
-    first = {key: x[0] for key, x in gradients(0).items()}
-    _, opt_state = jax.jit(step)(first, one.init(params))
-    due = optax.tree.get(opt_state, "unsent").by_axis[AXIS]
-    assert np.abs(due["even"]).max() > 1e-3
     with jaxmp.checkpoint.manager(tmp_path) as steps:
         jaxmp.checkpoint.save(steps, 0, params=params, opt_state=opt_state)
-        by_mesh = jaxmp.checkpoint.restore(steps, tx, params=params).opt_state
-        by_pmap = jaxmp.checkpoint.restore(steps, one, params=params).opt_state
-    copies = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), by_pmap)
-    grads = gradients(1)
-    for how, restored in (("shard_map", by_mesh), ("pmap", copies)):
-        updates, after = plain_job(how)[1](grads, restored)
-        for key, e in unsent_of(after).items():
-            given = grads[key].mean(0, dtype=np.float64) + np.asarray(due[key][0], np.float64)
-            np.testing.assert_allclose(updates[key] + e.mean(0), given, rtol=0, atol=4e-6, err_msg=how)
-
-
-def test_one_part_of_a_pmap_goes_to_the_first_device(tmp_path):
-    """The parts of the others were not saved: `unreplicate` leaves them out."""
-    params = {key: jnp.zeros(shape) for key, shape in PARAMS.items()}
-    tx = jaxmp.mixed_precision(reduced(wire_dtype=jnp.int8, devices=DEVICES), "fp32")
-    _, opt_state = plain_job("pmap")[1](gradients(0), plain_job("pmap")[0])
-    first = jax.tree.map(lambda x: np.asarray(x)[0], opt_state)
-    with jaxmp.checkpoint.manager(tmp_path) as steps:
-        jaxmp.checkpoint.save(steps, 0, params=params, opt_state=first)
-        restored = jaxmp.checkpoint.restore(steps, tx, params=params).opt_state
-    for key, e in unsent_of(restored).items():
-        assert np.any(e[0]) and not np.any(e[1:])
-        assert_moved(e[0], unsent_of(opt_state)[key][0])
+        with pytest.raises(ValueError, match=r"unsent/by_axis/data/\w+ has shape \(4, .* in the job"):
+            jaxmp.checkpoint.restore(steps, fewer, params=params)
+        restored = jaxmp.checkpoint.restore(steps, fewer, params=params, fresh="*unsent*")
+    assert restored.fresh and all("unsent" in path for path in restored.fresh)
+    assert not any(np.any(e) for e in jax.tree.leaves(optax.tree.get(restored.opt_state, "unsent")))
+    with pytest.raises(ValueError, match="unsent/by_axis/data"):
+        jaxmp.checkpoint.convert(opt_state, params, to=fewer, policy="fp32")
+    assert_moved(jaxmp.checkpoint.convert(opt_state, params, to=tx, policy="fp32")[1], opt_state)
 
 
 # Errors

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxmp
 import lives
 import processes
 
@@ -88,4 +87,3 @@ def test_lives_of_several_processes(kind, tmp_path):
     restored, found = lives.live("pmap", 3, steps, kind, STEPS)
     assert restored == last + 2 * STEPS
     check_ends_as(found, kind, last + 1 + 3 * STEPS, tmp_path / "whole")
-    assert jaxmp.checkpoint.read_metadata(steps)["format"] == 1

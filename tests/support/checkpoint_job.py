@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 from jax.sharding import AxisType
 
 import helpers
@@ -35,8 +36,6 @@ import jaxmp
 
 POLICY, SIDE = "fp16", 34  # which neither 3 nor 4 nor 8 devices divide
 DEVICES = (1, 2, 3, 4, 8)
-# What is not pure: the imports that every life would pay again.
-_orbax = jaxmp._src.checkpoint.orbax.package()
 
 
 def make_job(devices=1):
@@ -90,14 +89,14 @@ def live(directory, log, parent, devices):
             opt_state = tx.init(params32)
             opt_state = opt_state if shardings is None else jax.device_put(opt_state, shardings[1])
         else:
-            step, params, opt_state, _ = jaxmp.checkpoint.restore(manager, tx, params=params, layout=layout)
+            step, params, opt_state, *_ = jaxmp.checkpoint.restore(manager, tx, params=params, layout=layout)
         os.write(log, f"restored {step} {digest((params, opt_state), layout)}\n".encode())
         finished = step
         while os.getppid() == parent:  # it ends when its parent has ended
             step += 1
             params, opt_state = train_step(params, opt_state, batch(step))
             os.write(log, f"step {step} {digest((params, opt_state), layout)}\n".encode())
-            jaxmp.checkpoint.save(manager, step, params=params, opt_state=opt_state, policy=POLICY, layout=layout)
+            jaxmp.checkpoint.save(manager, step, params=params, opt_state=opt_state, layout=layout)
             if finished >= 0:  # a save waits for the one before it
                 os.write(log, f"finished {finished} -\n".encode())
             finished = step
@@ -191,7 +190,7 @@ def distance(directory, masters):
     with jaxmp.checkpoint.manager(directory) as steps:
         if steps.latest_step() is None:  # all lives were short
             return 0.0
-        step, params, opt_state, _ = jaxmp.checkpoint.restore(steps, tx, params=params)
+        step, params, opt_state, *_ = jaxmp.checkpoint.restore(steps, tx, params=params)
     found = jaxmp.get_master_params(opt_state, params)
     norm = lambda a, b: float(np.sqrt(sum(np.sum(np.square(a[k] - b[k])) for k in a)))  # noqa: E731
     return norm(found, masters(step)) / max(norm(masters(step), params32), 1e-6)
@@ -227,7 +226,7 @@ def main():
             # is 0.04 of the way. A step that is lost is far more, at any length.
             most = max(0.02, 0.2 / (1 + record["last_step"]))
             assert share < most, f"the weights lie {share} of their way from those of the unbroken run"
-    record["versions"] = {"jax": jax.__version__, "orbax": _orbax.__version__}
+    record["versions"] = {"jax": jax.__version__, "orbax": orbax.checkpoint.__version__}
     name = "elastic" if args.elastic else "one_device"
     flags = f"--kills {args.kills} --seed {args.seed}" + " --elastic" * args.elastic
     record["command"] = f"python tests/support/checkpoint_job.py {flags}"

@@ -19,6 +19,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint
 
 import helpers
 import jaxmp
@@ -49,9 +50,7 @@ def saved_run(directory):
     params, opt_state = make_state()
     with jaxmp.checkpoint.manager(directory, max_to_keep=None) as manager:
         for step in (1, 2):
-            jaxmp.checkpoint.save(
-                manager, step, params=params, opt_state=opt_state, extra=EXTRA, policy=POLICY, metadata=METADATA
-            )
+            jaxmp.checkpoint.save(manager, step, params=params, opt_state=opt_state, extra=EXTRA, metadata=METADATA)
     return params, opt_state
 
 
@@ -96,7 +95,8 @@ def run(directory, cases, seed=0):
     params, opt_state = saved_run(base / "run")
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     expected = digest((params, opt_state, EXTRA))
-    about = jaxmp.checkpoint.read_metadata(base / "run" / "2")
+    with jaxmp.checkpoint.manager(base / "run", read_only=True) as steps:
+        about = jaxmp.checkpoint.read_metadata(steps, 2)
     shutil.copytree(base / "run" / "2", base / "whole")
     files = sorted(x.relative_to(base / "whole") for x in (base / "whole").rglob("*") if x.is_file())
     chance, counts, wrong, unnamed = random.Random(seed), collections.Counter(), [], []
@@ -109,15 +109,16 @@ def run(directory, cases, seed=0):
         (name,) = [chance.choice(files)] if chance.random() < 0.5 else chance.choices(files, sizes)
         told = f"{name}: {damage(base / 'run' / '2' / name, kind, chance)}"
         try:
-            found = jaxmp.checkpoint.restore(base / "run" / "2", TX, params=like, extra=EXTRA)
-            same = digest((found.params, found.opt_state, found.extra)) == expected
-            same = same and jaxmp.checkpoint.read_metadata(base / "run" / "2") == about
+            with jaxmp.checkpoint.manager(base / "run", read_only=True) as steps:
+                found = jaxmp.checkpoint.restore(steps, TX, params=like, extra=EXTRA, step=2)
+                same = digest((found.params, found.opt_state, found.extra)) == expected
+                same = same and jaxmp.checkpoint.read_metadata(steps, 2) == about
             outcome = "restored as it was saved" if same else "silently wrong"
             if not same:
                 wrong.append(told)
         except ValueError as e:
             outcome = "an error that names the other step"
-            if "1 (step=)" not in str(e):
+            if "Other steps there: [1]" not in str(e):
                 unnamed.append(f"{told}: {str(e)[:300]}")
                 outcome = "another error"
         counts[f"{kind}: {outcome}"] += 1
@@ -139,7 +140,7 @@ def main():
         "outcomes": dict(sorted(counts.items())),
         "wrong": wrong,
         "other_errors": unnamed[:10],
-        "versions": {"jax": jax.__version__, "orbax": jaxmp._src.checkpoint.orbax.package().__version__},
+        "versions": {"jax": jax.__version__, "orbax": orbax.checkpoint.__version__},
         "command": f"python tests/support/corruption.py --cases {args.cases} --seed {args.seed}",
     }
     text = json.dumps(record, indent=2)

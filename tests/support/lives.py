@@ -126,7 +126,7 @@ def live(
         params, opt_state = jax.jit(start, out_shardings=(shardings, of_state))()
         restored = -1
         if manager.latest_step() is not None:
-            restored, params, opt_state, _ = jaxmp.checkpoint.restore(manager, tx, params=params)
+            restored, params, opt_state, *_ = jaxmp.checkpoint.restore(manager, tx, params=params, layout=layout)
         if way == "pmap":
             copies = functools.partial(flax.jax_utils.replicate, devices=jax.devices()[:devices])
             params, opt_state = copies(jax.tree.map(np.asarray, (params, opt_state)))
@@ -134,7 +134,7 @@ def live(
             params, opt_state = step(params, opt_state, place(batch_of(number)))
         if way == "pmap":
             params, opt_state = jax.tree.map(lambda x: np.asarray(x[0]), (params, opt_state))
-        jaxmp.checkpoint.save(manager, number, params=params, opt_state=opt_state, policy=policy, layout=layout)
+        jaxmp.checkpoint.save(manager, number, params=params, opt_state=opt_state, layout=layout)
         in_save()
     return restored, compared(params, opt_state, layout)
 

@@ -295,10 +295,12 @@ def _linen_job(case: Case) -> Job:
         return state.apply_gradients(grads=mean(grads)), loss
 
     def save(steps: Any, state: Any) -> None:
-        jaxmp.checkpoint.save_job(steps, SAVED_AFTER, state)
+        job = {"params": state.params, "opt_state": state.opt_state}
+        jaxmp.checkpoint.save(steps, SAVED_AFTER, **job, extra={"step": state.step})
 
     def restore(steps: Any, state: Any) -> Any:
-        return jaxmp.checkpoint.restore_job(steps, state).job
+        found = jaxmp.checkpoint.restore(steps, state.tx, params=state.params, extra={"step": state.step})
+        return state.replace(params=found.params, opt_state=found.opt_state, step=found.extra["step"])
 
     return Job(state, step, lambda s: (s.params, s.opt_state), save, restore)
 
@@ -362,12 +364,21 @@ def _nnx_job(case: Case) -> Job:
         model, optimizer = nnx.merge(graphdef, state)
         return nnx.as_pure(nnx.state(model, wrt)), nnx.as_pure(optimizer.opt_state)
 
+    def trees(model: Any, optimizer: Any) -> dict[str, Any]:
+        rest = {"rest": nnx.state(model, nnx.Not(wrt)), "step": optimizer.step[...]}
+        return {"params": nnx.state(model, wrt), "extra": rest}
+
     def save(steps: Any, state: Any) -> None:
-        jaxmp.checkpoint.save_job(steps, SAVED_AFTER, nnx.merge(graphdef, state))
+        model, optimizer = nnx.merge(graphdef, state)
+        jaxmp.checkpoint.save(steps, SAVED_AFTER, opt_state=optimizer.opt_state, **trees(model, optimizer))
 
     def restore(steps: Any, state: Any) -> Any:
-        modules = nnx.merge(graphdef, state)
-        return nnx.state(jaxmp.checkpoint.restore_job(steps, modules).job)
+        model, optimizer = nnx.merge(graphdef, state)
+        found = jaxmp.checkpoint.restore(steps, tx, **trees(model, optimizer))
+        nnx.update(model, found.params, found.extra["rest"])
+        nnx.update(optimizer.opt_state, nnx.state(found.opt_state))
+        optimizer.step.set_value(found.extra["step"])  # NumPy here: `[...] =` would write into it
+        return nnx.state((model, optimizer))
 
     return Job(initial, step, parts, save, restore)
 

@@ -35,8 +35,9 @@ def write_and_read(folder: pathlib.Path) -> str:
     shardings = (layout.shardings, jaxmp.sharding_of(tx, whole, layout.shardings))
     params, opt_state = jax.jit(lambda: (policy.cast_to_param(whole), tx.init(whole)), out_shardings=shardings)()
     save = jaxmp.checkpoint.save_safetensors
-    save(folder / "model", params, opt_state=opt_state, dtype=jnp.float32, max_shard_size=100)
-    save(folder / "fp8.safetensors", params, opt_state=opt_state, dtype=jnp.float8_e4m3fn, layout="torch")
+    full = jax.jit(jaxmp.get_master_params, out_shardings=layout.shardings)(opt_state, params)
+    save(folder / "model", full, dtype=jnp.float32, max_shard_size=100)
+    save(folder / "fp8.safetensors", full, dtype=jnp.float8_e4m3fn, layout="torch")
     like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), whole, layout.shardings)
     loaded = jaxmp.checkpoint.load_safetensors(folder / "model", like)
     for x, like_x, expected in zip(*map(jax.tree.leaves, (loaded, like, whole)), strict=True):

@@ -82,7 +82,7 @@ def main(rank, processes, port, folder):
     with jaxmp.checkpoint.manager(pathlib.Path(folder) / "steps") as steps, open(f"{folder}/{rank}.log", "a") as log:
         first = 0
         if steps.latest_step() is not None:
-            step, params, opt_state, _ = jaxmp.checkpoint.restore(steps, tx, params=params, layout=layout)
+            step, params, opt_state, *_ = jaxmp.checkpoint.restore(steps, tx, params=params, layout=layout)
             first = step + 1
             of_all = f" {digest_of_all((params, opt_state), layout)}" if plan else ""
             print(f"restored {step}{of_all}", file=log, flush=True)
@@ -96,7 +96,7 @@ def main(rank, processes, port, folder):
                 line = f"{step} {digest_of_all((params, opt_state), layout)}"
             print(line, file=log, flush=True)
             if plan:
-                jaxmp.checkpoint.save(steps, step, params=params, opt_state=opt_state, policy=policy, layout=layout)
+                jaxmp.checkpoint.save(steps, step, params=params, opt_state=opt_state, layout=layout)
                 if step == plan["kill_in_save_of"]:  # its part is being written
                     os.kill(os.getpid(), signal.SIGKILL) if rank == BAD_RANK else signal.pause()
                 steps.wait_until_finished()
@@ -104,7 +104,7 @@ def main(rank, processes, port, folder):
             if first == 0 and step == DIES_AFTER:
                 os.kill(os.getpid(), signal.SIGKILL) if rank == BAD_RANK else signal.pause()
             if step % EVERY == EVERY - 1 and step + 1 < STEPS:
-                jaxmp.checkpoint.save(steps, step, params=params, opt_state=opt_state, policy=policy, layout=layout)
+                jaxmp.checkpoint.save(steps, step, params=params, opt_state=opt_state, layout=layout)
                 steps.wait_until_finished()
         print("end", file=log, flush=True)
     jax.distributed.shutdown()

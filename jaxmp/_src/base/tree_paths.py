@@ -18,7 +18,7 @@ import difflib
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -44,28 +44,17 @@ class Key(NamedTuple):
 
 
 def keys_of(path: Iterable[Any]) -> tuple[Key, ...]:
-    """The levels of a key path of `jax.tree_util`, without those of boxes."""
-    keys = [Key(name_of(key), isinstance(key, jax.tree_util.GetAttrKey)) for key in path]
-    outside = _outside_boxes([key.name for key in keys], [key.is_field for key in keys])
-    return tuple(keys[i] for i in outside)
+    """The levels of a key path of `jax.tree_util`, without those of boxes: fields that are named `value`.
 
-
-def without_boxes(names: Sequence[str]) -> list[str]:
-    """The components of a path without those of boxes, which are named `value`, as layers may be, too.
-
-    A box holds one array, or what an optimizer put in its place, so its name comes last or before names of that. For
-    paths that do not say which levels are fields: a layer that is named `value` and holds one array looks like a box.
+    A box holds one array, or what an optimizer put in its place, so its name comes last or before names of that.
     """
-    return [names[i] for i in _outside_boxes(names, [True] * len(names))]
-
-
-def _outside_boxes(names: Sequence[str], may_be_box: Sequence[bool]) -> list[int]:
-    kept: list[int] = []
-    for i in reversed(range(len(names))):
-        ends = all(names[k] in _IN_A_BOX for k in kept)
-        if not (names[i] == "value" and ends and may_be_box[i]):
-            kept.append(i)
-    return kept[::-1]
+    keys = [Key(name_of(key), isinstance(key, jax.tree_util.GetAttrKey)) for key in path]
+    kept: list[Key] = []
+    for key in reversed(keys):
+        ends = all(other.name in _IN_A_BOX for other in kept)
+        if not (key.name == "value" and ends and key.is_field):
+            kept.append(key)
+    return tuple(kept[::-1])
 
 
 def name_of(key: Any) -> str:
@@ -229,6 +218,15 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
                 f"the / out of a name."
             )
         found[path] = x
+    return found
+
+
+def leaves_by_names(tree: Any) -> dict[tuple[str, ...], Any]:
+    """The leaves of `tree` by the levels of their paths, without their boxes; a ValueError if two are the same."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    found = {tuple(key.name for key in keys_of(path)): x for path, x in leaves}
+    if len(found) < len(leaves):
+        leaves_by_path(tree)  # an error that names the two
     return found
 
 

@@ -1,39 +1,32 @@
-"""Converts params and state of one optimizer for another one: other dtypes, other masters, with or without fp8.
+"""Converts params and state of one optimizer for another: other dtypes, other masters, with or without fp8.
 
-The values that a job has learned do not depend on how they are stored. Under every policy a job has
-
-    a float32 value for each param      its master, or param and remainder joined, or the param itself
-    the state of the inner optimizer    made from float32 params, so its shapes and dtypes are always the same
-    histories of fp8 amaxes             by layer and operand
-    a loss scale and counters
-
-and all other leaves can be computed from these. `job_leaves` finds them by path, in a state and in the tree that Orbax
-returns.
+Under every policy a job has a float32 value for each param (its master; param and remainder joined; or the param), the
+state of the inner optimizer (made from float32 params, so its leaves are always the same), a loss scale, counts, and
+fp8 histories. All else is made from these.
 """
 
-import math
 import warnings
-from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jmp
+import numpy as np
 import optax
+from flax import nnx
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
-from jaxmp._src.checkpoint import chain_places, fp8_history, job_leaves, placement, unsent
-from jaxmp._src.fp8 import stored_kernels
+from jaxmp._src.fp8 import scale_leaves, stored_kernels
 from jaxmp._src.guard import argument_kinds
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import state_arrays, state_paths
+from jaxmp._src.step import state as states, state_arrays
 from jaxmp._src.step.policy import get_policy
-from jaxmp._src.step.state_paths import StatePath
+from jaxmp._src.step.state import StepState
 from pallas_kernels import moments
 
-_split = jax.jit(moments.split, static_argnums=1)  # one pass, not one for each operation
+_split = jax.jit(moments.split, static_argnums=1)
 
 
 def convert(
@@ -46,221 +39,134 @@ def convert(
 ) -> tuple[PyTree, Any]:
     """Converts params and state of a job for `to`, to continue in another precision or with other masters.
 
-    float32 masters stay equal bit for bit (where the params become float32, the params get these values), and so do
-    moments, counts and schedules. The loss scale is kept if it is dynamic in both jobs; a static one is that of `to`.
-    fp8 scales and histories are kept if both jobs have them; otherwise they start again. A param whose dtype stays the
-    same stays equal bit for bit, except with split masters (`remainder_bits`): these round ties of the params away from
-    zero.
+    float32 values, moments, averages and counts stay equal bit for bit (a moment of fewer bits is rounded). A param
+    whose dtype stays keeps its bits; those of new split masters (`remainder_bits`) round ties away from zero. The loss
+    scale is kept with its counts if `to` has a dynamic one; its rule is that of `to`. fp8 histories are kept if both
+    jobs have the same fp8 layers and recipes.
 
     Args:
       opt_state: state of `mixed_precision` or `keep_master_params`, or of the plain inner optimizer.
-      params: the model's params that belong to it.
-      to: the transform to continue with: the same inner optimizer, with the same states in the same order.
-      policy: the policy of `to`; gives the dtypes of the new params.
-      like: params of the new model, arrays or `jax.ShapeDtypeStruct`, if their tree differs (with or without fp8
-        scales). Only their structure, shapes and shardings are used; new params, masters and moments get the shardings.
+      params: the params that belong to it.
+      to: the transform to continue with, around the same inner optimizer; or that optimizer itself.
+      policy: the policy of `to`, for the dtypes of the new params.
+      like: params of the new model, arrays or `jax.ShapeDtypeStruct`s, if its tree differs, by fp8 scales alone. New
+        scales are taken from it; those that are only described start at 1.
 
     Returns:
-      `(params, opt_state)`; no buffer is shared with the arguments.
+      `(params, opt_state)`; no buffer is shared with the arguments. It warns of a loss scale, or fp8 histories, that
+      start again.
 
     Raises:
-      ValueError: a leaf that is missing, left over, of another shape or in another format, named by path.
-
-    Warns:
-      UserWarning: `to` scales the loss but the job has no loss scale to continue with; fp8 histories that start again.
+      ValueError: a leaf that is missing, left over, or of another shape or kind, by path.
 
     Example:
       >>> import jaxmp
       >>> params32, adam = {"w": jnp.array([1.001])}, optax.adam(1e-3)
-      >>> tx = jaxmp.mixed_precision(adam, "bf16")
-      >>> opt_state, params = tx.init(params32), jaxmp.get_policy("bf16").cast_to_param(params32)
-      >>> params, opt_state = convert(opt_state, params, to=jaxmp.mixed_precision(adam, "fp32"), policy="fp32")
-      >>> params
+      >>> opt_state = jaxmp.mixed_precision(adam, "bf16").init(params32)
+      >>> params = jaxmp.get_policy("bf16").cast_to_param(params32)
+      >>> convert(opt_state, params, to=jaxmp.mixed_precision(adam, "fp32"), policy="fp32")[0]
       {'w': Array([1.001], dtype=float32)}
     """
-    argument_kinds.check(
-        "convert(opt_state, params, to=, policy=)",
-        opt_state=("state", opt_state),
-        params=("params", params),
-        to=("optimizer", to),
-        policy=("policy", policy),
-    )
-    policy = get_policy(policy)
-    like = params if like is None else like
-    saved = job_leaves.of_trees(params, opt_state, "the state to convert")
-    cast = jax.eval_shape(policy.cast_to_param, jax.tree.map(_in_float32, like))
-    wanted = jax.tree.map(placement.beside, cast, like)
-    wanted_state = leaves_of(to, wanted)
-    saved = unsent.fitted(chain_places.aligned(saved, wanted_state), wanted_state, placement.Shardings(wanted))
-    new_params, new_state = assemble(saved, to, wanted)
-    return state_arrays.own_buffers((new_params, new_state), foreign=(opt_state, params))
-
-
-def check(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: PyTree) -> Any:
-    """The structure of `tx.init` for params like these; a ValueError if `saved` does not fit."""
-    job_leaves.check_params(saved, like)
-    structure = structure_of(tx, like)
-    placement.Shardings(like).check_devices(structure)
-    job_leaves.check_state(saved, state_paths.leaves(structure, like))
-    return structure
-
-
-def leaves_of(tx: optax.GradientTransformation, like: PyTree) -> dict[StatePath, Any]:
-    """The leaves of `tx.init` for params like these, by path: their shapes and dtypes."""
-    return state_paths.leaves(structure_of(tx, like), like)
-
-
-def structure_of(tx: optax.GradientTransformation, like: PyTree) -> Any:
-    """The structure of `tx.init` for params like these, in float32."""
+    given = {"opt_state": ("state", opt_state), "params": ("params", params)}
+    given |= {"to": ("optimizer", to), "policy": ("policy", policy)}
+    argument_kinds.check("convert(opt_state, params, to=, policy=)", **given)
+    policy, opt_state, old = get_policy(policy), nnx.as_pure(opt_state), tree_paths.leaves_by_path(params)
+    full = states.get_master_params(opt_state, params)
+    full = full if like is None else _moved("params", full, like)
     with warnings.catch_warnings(action="ignore"):
-        return jax.eval_shape(tx.init, jax.tree.map(_in_float32, like))
+        made, halves = split_exactly(to.init(full), tree_paths.leaves_by_path(full))
+
+    cast = policy.cast_to_param(full)
+    same = {path for path, x in tree_paths.leaves_by_path(cast).items() if path in old and old[path].dtype == x.dtype}
+    for kernel, leaf in stored_kernels.stored_pairs(cast).items():  # a kernel that is stored in fp8 now has a new scale
+        same -= set() if kernel in same else {leaf}
+    new_params = tree_paths.map_with_path(lambda path, x: halves.get(path, old[path] if path in same else x), cast)
+
+    before, after = states.find(opt_state, StepState), states.find(made, StepState)
+    if before and after and len(before) != len(after):
+        raise ValueError(f"both jobs must have as many mixed_precision; got {len(before)} and {len(after)}.")
+    inner = lambda state: states.map_steps(lambda step: step.optimizer_state, state)  # noqa: E731
+    left = iter(jax.tree.leaves(_moved("opt_state", inner(opt_state), inner(made))))
+    same_layers, olds = scale_leaves.paths_of(params) == scale_leaves.paths_of(full), iter(before)
+
+    def continued(x: Any) -> Any:
+        if not isinstance(x, StepState):
+            return next(left)
+        x = x._replace(optimizer_state=jax.tree.map(lambda _: next(left), x.optimizer_state))
+        return _continued(next(olds, None), x, same_layers=same_layers)
+
+    new_state = jax.tree.map(continued, made, is_leaf=lambda x: isinstance(x, StepState))
+    return state_arrays.own_buffers((new_params, new_state), foreign=(opt_state, params, like))
 
 
-def assemble(saved: job_leaves.Saved, tx: optax.GradientTransformation, like: PyTree) -> tuple[PyTree, Any]:
-    """Params with the structure, dtypes and shardings of `like`, and the state of `tx` for them, made from `saved`."""
-    structure = check(saved, tx, like)
-    in_full, new_params = assemble_params(saved, like)
-    paths = state_paths.of(structure, like)
-    fresh = fresh_leaves(tx, in_full, {x for x in paths if x.role not in (state_paths.INNER, state_paths.MASTER)})
-    scales = _loss_scales(saved, fresh, [path for path in paths if path.role == state_paths.SCALE])
-    groups = fp8_history.amax_leaves(saved, tree_paths.leaves_by_path(new_params), fresh)
-    full = tree_paths.leaves_by_path(in_full)
-    split: dict[str, Any] = {}
+def _moved(tree: str, given: PyTree, like: PyTree) -> PyTree:
+    """`given` in the structure and, of a state, the dtypes of `like`; fp8 scales may be new or left over."""
+    leaves, wanted = tree_paths.leaves_by_path(given), tree_paths.leaves_by_path(like)
+    for path in {**wanted, **leaves}:
+        here, there = (x[path].shape if path in x else "missing" for x in (leaves, wanted))
+        if here != there and not (scale_leaves.is_scale(path) and "missing" in (here, there)):
+            got = f"{path} in {tree} is {here} in the old job and {there} in the new one"
+            raise ValueError(f"both jobs must have the same model and inner optimizer, its states in order; {got}.")
 
-    def leaf(path: StatePath, x: Any) -> Any:
-        if path.role == state_paths.SCALE:
-            return scales[path]
-        if path.role == state_paths.FP8:
-            return groups[path]
-        if path.role in (state_paths.COUNTER, state_paths.FP8_COUNTER):
-            keep = path in saved.state and path.names[-1] != "unscaled_fp16"
-            return jnp.asarray(saved.state[path], x.dtype) if keep else fresh[path]
-        if path.role == state_paths.INNER:
-            return _as_dtype(saved.state[path], x)
-        param = path.param
-        assert param is not None
-        if not path.part:
-            return full[param]
-        if path in saved.state:
-            return jnp.asarray(saved.state[path])
-        split[param], remainder = _split(full[param], x.dtype)
-        return remainder
+    def take(path: str, x: Any) -> Any:
+        if path not in leaves:
+            return scale_leaves.started(path, x)
+        found = leaves[path]
+        if tree == "params" or found.dtype == x.dtype:
+            return jnp.asarray(found)
+        if [casting.is_float(y) or y.dtype.kind for y in (found, x)] not in ([True, True], ["i", "i"]):
+            raise ValueError(f"{path} in {tree} is {found.dtype} in the old job and {x.dtype} in the new one.")
+        return jnp.asarray(found).astype(x.dtype)
 
-    shardings = placement.Shardings(like)
-    new_state = shardings.place_state(state_paths.map_leaves(leaf, structure, like))
-    new_params = tree_paths.map_with_path(lambda path, x: split.get(path, x), new_params)
-    return shardings.place_params(new_params), new_state
+    return tree_paths.map_with_path(take, like)
 
 
-def assemble_params(saved: job_leaves.Saved, like: PyTree) -> tuple[PyTree, PyTree]:
-    """(float32 params, params in the dtypes of `like`), made from `saved`."""
-    histories = fp8_history.of(saved)
-    full = job_leaves.full_params(saved)
+def split_exactly(state: Any, full: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """`state` with remainders, and the bfloat16 params, that join to `full`: ties of params round away from zero."""
+    halves: dict[str, Any] = {}
 
-    def whole(path: str, x: Any) -> Any:
-        return full[path] if path in full else fp8_history.scale_leaf(path, x, histories)
+    def remainder(path: str, x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            return x
+        owner = path.rpartition("/")[0] or "<root>"  # behind it comes the field, `remainder16`
+        halves[owner], low = _split(full[owner], x.dtype)
+        return low
 
-    in_full: Any = tree_paths.map_with_path(whole, like)
-    return in_full, _cast(saved.params, in_full, like)
-
-
-def fresh_leaves(
-    tx: optax.GradientTransformation, params: PyTree, wanted: Collection[StatePath]
-) -> dict[StatePath, Any]:
-    """The `wanted` leaves of `tx.init(params)`; the rest is not computed."""
-    paths: list[StatePath] = []
-
-    def init(params: PyTree) -> list[Any]:
-        found = state_paths.leaves(tx.init(params), params)
-        paths.extend(path for path in found if path in wanted)
-        return [found[path] for path in paths]
-
-    with warnings.catch_warnings(action="ignore"):
-        return dict(zip(paths, jax.jit(init)(params), strict=True))
+    split = lambda step: step._replace(master_params=tree_paths.map_with_path(remainder, step.master_params))  # noqa: E731
+    return states.map_steps(split, state), halves
 
 
-def _in_float32(x: Any) -> Any:
-    dtype = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
-    return jax.ShapeDtypeStruct(x.shape, dtype)
+def _continued(old: StepState | None, new: StepState, *, same_layers: bool) -> StepState:
+    """`new` with the loss scale, the counts and the fp8 histories of `old` (None: the old job was plain optax)."""
+    if old is None:
+        return new._replace(scaling=_scaling(None, new.scaling))
+    counts = {name: getattr(old, name) for name in (*states.COUNTED, "rounding_count") if name != "unscaled_fp16"}
+    counts = {name: x for name, x in counts.items() if x is not None and getattr(new, name) is not None}
+    has_histories = jax.tree.leaves(new.fp8_scales) and jax.tree.leaves(old.fp8_scales)
+    if has_histories and same_layers and _alike(old.fp8_scales, new.fp8_scales):
+        counts["fp8_scales"] = old.fp8_scales
+    elif has_histories:
+        told = "the jobs differ in fp8 layers or recipes: amax histories start again; jaxmp.fp8.calibrate fills them."
+        warn("fp8-histories-start-again", told)
+    if jax.tree.leaves(old.before_state) and jax.tree.leaves(new.before_state):
+        counts["before_state"] = _moved("before_state", old.before_state, new.before_state)
+    return new._replace(scaling=_scaling(old.scaling, new.scaling), **counts)
 
 
-def _as_dtype(x: Any, like: Any) -> Any:
-    x = jnp.asarray(x)
-    if x.dtype == like.dtype:  # a key of jax.random has no casts
-        return x
-    return casting.cast_float(x, like.dtype) if casting.is_float(like) else x.astype(like.dtype)
+def _scaling(old: Any, new: Any) -> Any:
+    """The old loss scale, if the new one moves and is of its class (a dynamic one goes on from a number)."""
+    if type(new) not in (states.LossScaleState, states.CustomLossScaleState):
+        return new
+    is_scale = not isinstance(old, states.NoLossScaleState) and isinstance(old, type(new)) and _alike(old, new)
+    if is_scale and 0 < float(old.loss_scale) < np.inf:
+        return type(new)(*old)
+    start = f"starts from {float(new.loss_scale)} as in a new run, so the first steps may be skipped"
+    told = f"the old job has no loss scale of this kind that is positive and finite; the scale {start}."
+    warn("loss-scale-starts-again", told)
+    return new
 
 
-def _cast(saved: dict[str, Any], full: PyTree, like: PyTree) -> PyTree:
-    """`full` in the dtypes of `like`; a saved leaf that has its dtype already is taken unchanged."""
-    stored = (
-        tree_paths.leaves_by_path(stored_kernels.store(full))
-        if any(map(stored_kernels.is_stored, jax.tree.leaves(like)))
-        else {}
-    )
-    kept = {
-        path for path, x in tree_paths.leaves_by_path(like).items() if path in saved and saved[path].dtype == x.dtype
-    }
-    recast = {
-        path for path, x in tree_paths.leaves_by_path(like).items() if stored_kernels.is_stored(x) and path not in kept
-    }
-    leaves_of_recast = {
-        leaf for kernel, leaf in stored_kernels.pairs(tree_paths.leaves_by_path(like)).items() if kernel in recast
-    }
-
-    def cast(path: str, x: Any, wanted: Any) -> Any:
-        if path in recast | leaves_of_recast:
-            return stored[path]
-        return jnp.asarray(saved[path]) if path in kept else casting.cast_float(x, wanted.dtype, saturate=True)
-
-    return tree_paths.map_with_path(cast, full, like)
-
-
-def _loss_scales(saved: job_leaves.Saved, start: dict[StatePath, Any], paths: list[StatePath]) -> dict[StatePath, Any]:
-    """The loss scales of the new state: the saved ones if both are dynamic, else their initial values."""
-    scales = {}
-    for head in {path.head for path in paths}:
-        mine = {path: "/".join(path.names[len(head) + 1 :]) for path in paths if path.head == head}
-        kept = _kept_scale({name: start[path] for path, name in mine.items()}, head, saved)
-        scales |= {path: kept[name] for path, name in mine.items()}
-    return scales
-
-
-def _kept_scale(start: dict[str, Any], head: tuple[str, ...], saved: job_leaves.Saved) -> dict[str, Any]:
-    theirs = [path for path in saved.state if path.role == state_paths.SCALE and path.head == head]
-    old = {"/".join(path.names[len(head) + 1 :]): saved.state[path] for path in theirs}
-    if "hysteresis_left" not in start:  # the user's own class
-        if {k: x.shape for k, x in old.items()} == {k: x.shape for k, x in start.items()}:
-            return {name: jnp.asarray(old[name], x.dtype) for name, x in start.items()}
-    elif not _is_dynamic(start):
-        return start  # no scale, or a static one: trust tx
-    elif set(old) == set(start) and (float(old["loss_scale"]) != 1.0 or _is_dynamic(old) or _at_floor(head, saved)):
-        if 0.0 < float(old["loss_scale"]) < math.inf:
-            return {name: jnp.asarray(old[name], x.dtype) for name, x in start.items()}
-        warn(
-            "loss-scale-starts-again",
-            f"a loss scale must be positive and finite; {saved.what} has {float(old['loss_scale'])}. It starts again "
-            f"from {float(start['loss_scale'])}.",
-        )
-        return start
-    warn(
-        "loss-scale-starts-again",
-        f"{saved.what} has no loss scale of the kind that the new optimizer keeps. The scale starts from "
-        f"{float(start['loss_scale'])} as in a new run, so the first steps may be skipped.",
-    )
-    return start
-
-
-def _is_dynamic(scale: dict[str, Any]) -> bool:
-    """Whether a scale has counts; they are 0 without a loss scale, and for a static one."""
-    return bool(int(scale["growth_count"]) or int(scale["hysteresis_left"]))
-
-
-def _at_floor(head: tuple[str, ...], saved: job_leaves.Saved) -> bool:
-    """Whether a scale of 1 with counts of 0 has just fallen to its floor; else the job has no loss scale."""
-    skipped, unscaled, pinned = (
-        saved.state.get(StatePath((*head, name), state_paths.COUNTER))
-        for name in ("skipped", "unscaled_fp16", "pinned_overflows")
-    )
-    in_float16 = any(x.dtype == jnp.float16 for x in saved.params.values()) and not unscaled
-    return bool(skipped) and (in_float16 or bool(pinned))
+def _alike(old: Any, new: Any) -> bool:
+    """Whether two trees have leaves of the same shapes and dtypes."""
+    kinds = [[(jnp.shape(x), x.dtype) for x in jax.tree.leaves(tree)] for tree in (old, new)]
+    return kinds[0] == kinds[1]

@@ -1,116 +1,92 @@
-"""Saves a job as an Orbax checkpoint with a JSON record, and restores it into this model and this optimizer.
+"""Saves params, optimizer state and other trees as a step of Orbax, and restores them into this model and optimizer.
 
-`restore` reads Orbax's description of the tree first, compares it with the job, then reads the arrays and calls
-`convert.assemble`. The face `jaxmp.checkpoint` explains the format.
+All state is plain arrays in NamedTuples, so Orbax alone saves it. A step has the item `state`, the tree {"params",
+"opt_state", **extra} as dicts of arrays, and the item `jaxmp`, a JSON record. This file adds the target of a restore, a
+comparison by name before an array is read, and a digest of each leaf.
 """
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+import gc
+import json
+import logging
+import operator
+import sys
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata as _metadata
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxmp._src.base import tree_paths
-from jaxmp._src.base.warn import warn
-from jaxmp._src.checkpoint import (
-    chain_places,
-    convert as convert_lib,
-    job_leaves,
-    leaf_sums,
-    names,
-    orbax,
-    padding,
-    partial as partial_lib,
-    placement,
-    places,
-    regroup,
-    unsent,
-    writer,
-)
+from jaxmp._src.base import optional, tree_paths
+from jaxmp._src.devices import digests, shardings
 from jaxmp._src.distributed import param_layout
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.guard import argument_kinds
-from jaxmp._src.step import leaf_paths
-from jaxmp._src.step.policy import get_policy
-from jaxmp._src.step.state_paths import StatePath
+from jaxmp._src.step import state_arrays
+
+_Names = tuple[str, ...]
+_VERSIONS = ("jaxmp", "jax", "flax", "optax", "orbax-checkpoint")
 
 
-class _Restored(NamedTuple):
-    step: int | None
+class Restored(NamedTuple):
+    """What `restore` returns."""
+
+    step: int
     params: PyTree
     opt_state: Any
     extra: dict[str, Any]
+    fresh: tuple[str, ...]
 
 
-class Restored(_Restored):
-    """What `restore` returns: the tuple `(step, params, opt_state, extra)`, and a report.
+def manager(directory: Any, **options: Any) -> Any:
+    """An `orbax.checkpoint.CheckpointManager` for the steps of a directory.
 
-    Attributes:
-      step: the saved step; None if a single tree was restored from its path.
-      params: the model's params.
-      opt_state: the optimizer's state; None if no `tx` was given.
-      extra: the other requested trees, by name.
-      report: with `partial=` or `moments=`, the paths of leaves that are `fresh` and `left_over`, and the states that
-        have `moved` in the chain.
-
-    Example:
-      >>> import tempfile, jax.numpy as jnp, jaxmp, optax
-      >>> tx, params = jaxmp.mixed_precision(optax.sgd(0.1), "fp32"), {"w": jnp.ones(2)}
-      >>> with manager(tempfile.mkdtemp()) as steps:
-      ...     saved = save(steps, 7, params=params, opt_state=tx.init(params))
-      ...     steps.wait_until_finished()
-      ...     restored = restore(steps, None, params=params)
-      >>> restored.step, restored.params["w"].tolist(), restored.opt_state
-      (7, [1.0, 1.0], None)
-    """
-
-    report: partial_lib.Report = partial_lib.Report()
-
-
-def manager(directory: Any, *, max_to_keep: int | None = 3, save_interval_steps: int = 1, **options: Any) -> Any:
-    """Makes an `orbax.checkpoint.CheckpointManager` for a directory of steps, for `save`, `restore` and Orbax itself.
+    Saves run in the background, so close it at the end (`with`, `close()`): what is not yet written then is lost.
 
     Args:
-      directory: the directory of the steps; created if missing. Relative paths start at the working directory. Or a
-        URL, `file:///...` or `gs://...`: this needs what Orbax needs there, and has no lock.
-      max_to_keep: how many of the newest steps to keep; None: all.
-      save_interval_steps: `save` saves steps that are multiples of it, and skips the others.
-      **options: options of `orbax.checkpoint.CheckpointManagerOptions`, such as `keep_period=`, `read_only=`, or
-        `enable_async_checkpointing=False`.
-
-    Returns:
-      The manager. Call its `close()` (or leave its `with`) at the end: it waits for saves that are still running, and
-      raises their errors. If nothing closes it, the end of the program does.
-
-    Raises:
-      ImportError: Orbax is not installed; names the extra.
-      ValueError: a URL that cannot be reached; names its scheme.
+      directory: a local path, created if missing, or a URL that Orbax reaches (`gs://bucket/run`).
+      **options: of `orbax.checkpoint.CheckpointManagerOptions`: `max_to_keep=` (3 here), `save_interval_steps=`,
+        `read_only=`, `enable_async_checkpointing=`.
 
     Example:
       >>> import tempfile
-      >>> with tempfile.TemporaryDirectory() as directory, manager(directory) as steps:
+      >>> with manager(tempfile.mkdtemp()) as steps:
       ...     print(steps.latest_step())
       None
     """
-    ocp = orbax.package()
-    chosen = {"max_to_keep": max_to_keep, "save_interval_steps": save_interval_steps}
-    if options.get("read_only"):  # Orbax warns of each of these that it sets itself
-        chosen = {"max_to_keep": None, "save_interval_steps": 0, "create": False}
-    place = places.folder(directory)
-    if places.is_local(place):
-        chosen |= {"temporary_path_class": writer.durable_path()}
-        chosen |= {} if options.get("read_only") else {"todelete_subdir": writer.DELETED}
-    chosen |= options
-    handlers = {orbax.STATE: ocp.StandardCheckpointHandler(), orbax.ABOUT: ocp.JsonCheckpointHandler()}
-    with places.explained(place):
-        place.exists()
-        return writer.manager_class()(place, options=ocp.CheckpointManagerOptions(**chosen), item_handlers=handlers)
+    ocp = optional.load("orbax.checkpoint", extra="checkpoint")
+    path = optional.load("etils.epath", extra="checkpoint").Path(directory)
+    reads = {"max_to_keep": None, "save_interval_steps": 0, "create": False}  # Orbax warns of each that it sets itself
+    options = (reads if options.get("read_only") else {"max_to_keep": 3}) | options
+    return _manager_class()(
+        path if "://" in str(path) else path.absolute(),
+        options=ocp.CheckpointManagerOptions(**options),
+        item_handlers={"state": ocp.PyTreeCheckpointHandler(), "jaxmp": ocp.JsonCheckpointHandler()},
+    )
+
+
+@functools.cache
+def _manager_class() -> Any:
+    class Manager(optional.load("orbax.checkpoint", extra="checkpoint").CheckpointManager):
+        """Orbax's manager. `why_not` says why nothing can be saved: Orbax itself would drop the step in silence."""
+
+        def __init__(self, *args: Any, options: Any, **kwargs: Any) -> None:
+            super().__init__(*args, options=options, **kwargs)
+            self.why_not = "it is read_only" if options.read_only else ""
+
+        def close(self) -> None:
+            self.why_not = "it is closed"
+            super().close()
+
+    return Manager
 
 
 def save(
@@ -120,447 +96,339 @@ def save(
     params: PyTree,
     opt_state: Any,
     extra: Mapping[str, PyTree] | None = None,
-    policy: str | jmp.Policy | None = None,
-    loss_scale: Any = None,
-    recipe: Any = None,
     metadata: Mapping[str, Any] | None = None,
     layout: param_layout.Layout | None = None,
-    force: bool = False,
 ) -> bool:
-    """Saves a step. With a manager of `manager()` it returns after it copied the arrays, and writes in the background.
+    """Saves a step: copies the arrays, then writes in the background, so the next step may donate them.
 
     Args:
-      manager: an Orbax `CheckpointManager`.
-      step: the number of the step, larger than all saved steps.
-      params: the model's params. Remove the replicas of pmap before (`flax.jax_utils.unreplicate`).
-      opt_state: state of the optimizer.
-      extra: other trees of arrays and numbers by name, such as `{"batch_stats": ..., "key": ..., "epoch": 3}`.
-      policy, loss_scale, recipe: those of the optimizer, for the record; see `read_metadata`.
-      metadata: more for the record: text, numbers, bools, None, lists and dicts of these.
-      layout: the layout that `params` and `opt_state` are padded with (`jaxmp.fsdp.pad`), for the record: so a restore
-        on another number of devices knows what is padding.
-      force: save the step even if the manager's interval would skip it.
+      manager: from `manager`.
+      step: its number, larger than those of all saved steps.
+      params, opt_state: of the job; arrays of any sharding. Remove the replicas of pmap before.
+      extra: other trees of arrays and numbers by name: `{"batch_stats": ..., "key": ..., "epoch": 3}`.
+      metadata: for the record: text, numbers, bools, None, and lists and dicts of these.
+      layout: the layout that `jaxmp.fsdp.pad` padded params and state with: they are saved without padding.
 
     Returns:
       True if the step is saved; False if the manager's interval skips it.
 
     Raises:
-      ValueError: a name in `extra` that is already used; names that nothing can tell apart; a leaf that is no array and
-        no number, or was deleted (donated), or metadata that JSON cannot hold, by path; a manager that is closed, or
-        that only reads; another process that saves into this directory; a step that is not newer than all saved steps.
-        To continue from an earlier step, delete the later ones first, with `manager.delete(step)`. All of these are
-        raised before anything is written.
+      ValueError: before anything is written: a step that is not newer than all others; a manager that is closed or
+        only reads; two leaves of one name; a leaf that was donated, or is no number; metadata that JSON changes.
 
     Example:
-      >>> import jaxmp, tempfile
-      >>> tx, params = jaxmp.mixed_precision(optax.adam(1e-3), "fp32"), {"w": jnp.ones(2)}
-      >>> with tempfile.TemporaryDirectory() as directory, jaxmp.checkpoint.manager(directory) as steps:
-      ...     save(steps, 7, params=params, opt_state=tx.init(params), policy="fp32")
-      ...     steps.wait_until_finished()
-      ...     restore(steps, tx, params=params).step
+      >>> import tempfile
+      >>> with manager(tempfile.mkdtemp()) as steps:
+      ...     save(steps, 7, params={"w": jnp.ones(2)}, opt_state=(), metadata={"policy": "bf16"})
       True
-      7
     """
-    ocp = orbax.package()
-    step = orbax.number_of(step)
-    orbax.check_manager(manager, step)
+    ocp = optional.load("orbax.checkpoint", extra="checkpoint")
     given = {"params": ("params", params), "opt_state": ("state", opt_state)}
     argument_kinds.check("save(manager, step, params=, opt_state=)", **given)
-    check_extra(extra)
-    taken = [name for name in (extra or {}) if name in ("params", "opt_state")]
-    if taken:
-        raise ValueError(f"names in extra must not be params or opt_state; got a tree called {taken[0]!r}. Rename it.")
-    orbax.check_newer(manager, step)
-    if hasattr(manager, "hold"):
-        manager.hold()
-    job = {"params": params, "opt_state": opt_state, **(extra or {})}
-    leaves, values = names.of_job(job), jax.tree.leaves(job)
-    for leaf, x in zip(leaves, values, strict=True):
-        leaf_sums.check_leaf(str(leaf), x)
-    about = _described(policy, loss_scale, recipe) | {"metadata": dict(metadata or {})}
-    # The order of the histories in opt_state. Orbax turns all keys into strings, and these may sort differently.
-    about["fp8_scales"] = [path for path in tree_paths.leaves_by_path(params) if scale_leaves.is_scale(path)]
-    if not force and not manager.should_save(step):
+    step, extra, newest = operator.index(step), _checked_extra(extra), manager.latest_step()
+    if why_not := getattr(manager, "why_not", ""):
+        raise ValueError(f"a step needs a manager that writes; got one of {manager.directory}, and {why_not}.")
+    if newest is not None and step <= newest:  # Orbax would skip it in silence
+        there = f"the newest in {manager.directory} is {newest}; delete the later ones first (manager.delete)"
+        raise ValueError(f"steps must be saved in rising order; got {step}, and {there}.")
+    about = json.loads(json.dumps(dict(metadata or {}), default=repr))
+    if about != (metadata or {}):
+        raise ValueError(
+            f"metadata= must be what JSON gives back, {about!r:.90}; got {metadata!r:.90}. Arrays: extra=."
+        )
+    if not manager.should_save(step):
         return False
-    padded = padding.of_layout(layout, params, "layout=")
-    about |= {"layout": padded.as_json(), names.FORMAT: names.NEWEST, names.LEAVES: names.as_json(leaves)}
-    tree, about[names.ESCAPED] = names.for_orbax(job)
-    stored, empty = orbax.without_empty(leaves, values)
-    about |= {name: x for name, x in ((orbax.EMPTY, empty), (orbax.KEYS, orbax.keys_of(leaves, values))) if x}
-    orbax.write_record(about)  # what JSON cannot hold is found before the leaves are summed
-    by_key = {leaf.key: (leaf, x) for leaf, x in zip(leaves, values, strict=True)}
-    sums = leaf_sums.of_leaves(
-        {key: x for key, (_, x) in by_key.items()}, lambda key, shape: padded.whole(by_key[key][0].path, shape)
-    )
-    about = orbax.write_record(about | {orbax.CHECKSUMS: sums})
-    stored = names.in_order_of(tree, leaves, stored, escaped=about[names.ESCAPED])
-    items = {
-        orbax.STATE: ocp.args.StandardSave(jax.tree.unflatten(jax.tree.structure(tree), stored)),
-        orbax.ABOUT: ocp.args.JsonSave(about),
+    if layout is not None:
+        params, opt_state = param_layout.trim((params, opt_state), layout)
+    leaves = tree_paths.leaves_by_names({"params": params, "opt_state": opt_state, **extra})
+    filed: dict[str, _Names] = {}
+    for names, x in leaves.items():
+        path, dtype = "/".join(names), x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+        if isinstance(x, jax.Array) and x.is_deleted():
+            raise ValueError(f"{path} was deleted, by a step that it was donated to: save what the step returned.")
+        if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, np.bool_, jax.dtypes.prng_key)):
+            raise ValueError(
+                f"a checkpoint holds arrays and numbers; got {x!r:.80} at {path}. Put text into metadata=."
+            )
+        if 0 in np.shape(x):
+            raise ValueError(f"Orbax saves no array without elements; got shape {np.shape(x)} at {path}. Leave it out.")
+        if (other := filed.setdefault(".".join(names), names)) != names:  # as Orbax names its files
+            two = f"{'.'.join(names)}: {'/'.join(other)} and {'/'.join(names)}"
+            raise ValueError(f"leaves must differ by name, its levels joined by dots; got two {two}. Rename one.")
+    arrays = {names: x if isinstance(x, jax.Array) else np.asarray(x) for names, x in leaves.items()}
+    keys = {names: x for names, x in arrays.items() if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)}
+    arrays |= {names: jax.random.key_data(x) for names, x in keys.items()}
+    record = {
+        "versions": {name: _metadata.version(name) for name in _VERSIONS},
+        "metadata": about,
+        "digests": digests.of_leaves({".".join(names): x for names, x in arrays.items()}),
+        "keys": {".".join(names): str(jax.random.key_impl(x)) for names, x in keys.items()},
+        "fp8_scales": scale_leaves.paths_of(params),
     }
-    return manager.save(step, args=ocp.args.Composite(**items), force=force)
+    record["crc"] = _crc(record)
+    items = ocp.args.Composite(state=ocp.args.PyTreeSave(_nested(arrays)), jaxmp=ocp.args.JsonSave(record))
+    return manager.save(step, args=items)
 
 
-def _described(policy: str | jmp.Policy | None, loss_scale: Any, recipe: Any) -> dict[str, Any]:
-    """The part of the record about policy, loss scale, recipe (None: the policy's) and versions."""
-    about: dict[str, Any] = {"versions": {name: _metadata.version(name) for name in _RECORDED}}
-    if policy is not None:
-        policy = get_policy(policy)
-        dtypes = {part: jnp.dtype(getattr(policy, f"{part}_dtype")).name for part in ("param", "compute", "output")}
-        about["policy"] = "params={param},compute={compute},output={output}".format(**dtypes)
-        about["keep_fp32"], about["fp8_weights"] = list(policy.keep_fp32), policy.fp8_weights
-        recipe = policy.recipe if recipe is None else recipe
-    if loss_scale is not None:
-        about["loss_scale"] = repr(loss_scale)
-    if recipe is not None:
-        about["recipe"] = _as_json(recipe)
-    return about
-
-
-_RECORDED = ("jaxmp", "jax", "flax", "optax")
-
-
-def _as_json(recipe: Any) -> Any:
-    if isinstance(recipe, Mapping):
-        return {str(pattern): _as_json(part) for pattern, part in recipe.items()}
-    names = [field.name for field in dataclasses.fields(recipe)] if dataclasses.is_dataclass(recipe) else []
-    fields = {name: getattr(recipe, name) for name in names}
-    plain = {k: x if isinstance(x, str | int | float | bool | None) else repr(x) for k, x in fields.items()}
-    return {"recipe": type(recipe).__name__, **plain}
-
-
-def read_metadata(source: Any, *, step: int | None = None) -> dict[str, Any]:
-    """Reads the record of a checkpoint that `save` wrote: `format`, `versions`, `policy`, `recipe`, `metadata`.
-
-    Args:
-      source: an Orbax `CheckpointManager`, its directory, or the path of one step.
-      step: which step; default: the newest.
-
-    Returns:
-      A dict; {} if the checkpoint was written by Orbax alone. `jaxmp.get_policy(d["policy"], keep_fp32=d["keep_fp32"])`
-      gives the policy.
-
-    Raises:
-      ValueError: no such step; a damaged record.
+def read_metadata(manager: Any, step: int | None = None) -> dict[str, Any]:
+    """The `versions` and the `metadata` that were saved with a step (None: the newest).
 
     Example:
-      >>> import jaxmp, tempfile
-      >>> with tempfile.TemporaryDirectory() as directory, jaxmp.checkpoint.manager(directory) as steps:
-      ...     _ = save(steps, 1, params={"w": jnp.ones(2)}, opt_state=(), policy="bf16", metadata={"run": "a"})
-      ...     steps.wait_until_finished()
-      ...     about = read_metadata(steps)
-      >>> about["policy"], about["metadata"]
-      ('params=bfloat16,compute=bfloat16,output=float32', {'run': 'a'})
+      >>> import tempfile
+      >>> with manager(tempfile.mkdtemp()) as steps:
+      ...     saved = save(steps, 7, params={"w": jnp.ones(2)}, opt_state=(), metadata={"policy": "bf16"})
+      ...     read_metadata(steps)["metadata"]
+      {'policy': 'bf16'}
     """
-    _, folder = orbax.find(source, step)
-    about = orbax.record(folder / orbax.ABOUT)
-    return {name: x for name, x in about.items() if name not in _FOR_RESTORE}
-
-
-_FOR_RESTORE = (orbax.CHECKSUMS, orbax.EMPTY, orbax.KEYS, names.LEAVES, names.ESCAPED)
+    record = _record(manager, _step_of(manager, step))
+    return {name: record[name] for name in ("versions", "metadata")}
 
 
 def restore(
-    source: Any,
+    manager: Any,
     tx: optax.GradientTransformation | None,
     *,
     params: PyTree,
     extra: Mapping[str, PyTree] | None = None,
     step: int | None = None,
+    fresh: str | Sequence[str] = (),
     layout: param_layout.Layout | None = None,
-    partial: str | Sequence[str] = (),
-    moments: str = partial_lib.SAME,
 ) -> Restored:
-    """Restores params and optimizer state of a checkpoint into *this* model and *this* optimizer.
+    """Restores a step into this model and this optimizer, bit for bit, on the devices of `params`.
 
-    The checkpoint may come from another mesh, another policy, other masters, with or without fp8, or from the plain
-    inner optimizer: `restore` converts it by the rules of `convert`. A checkpoint of the same optimizer is restored bit
-    for bit.
+    For another precision or other masters restore with the optimizer that saved, then call `convert`.
 
     Args:
-      source: an Orbax `CheckpointManager`, or its directory, or the path of one step or of one tree that Orbax saved: a
-        dict with `params` and `opt_state` (also a TrainState), or a pair of these.
-      tx: the optimizer to continue with; None: only the params (from the masters if there are any).
-      params: the model's params, arrays or `jax.ShapeDtypeStruct`, with the dtypes and shardings that you want. Masters
-        and moments get the sharding of their param. Without shardings, all arrays are restored uncommitted on the
-        default device.
-      extra: other trees to restore, by name: trees like the saved ones, with all of their leaves. Numbers of Python and
-        arrays of NumPy come back as such, with all of their bits.
-      step: which step; default: the newest complete one.
-      layout: the layout that `params` are padded with. It is needed only where their shardings do not say it: if they
-        have none, or if the checkpoint was saved without a layout and `params` are no arrays, in which zeros show what
-        is padding.
-      partial: path patterns of leaves that may be missing from the checkpoint, left over in it, or of another shape:
-        `"*lora*"`, `"head"`, `"ema_*"`. A missing param, and a missing leaf of `extra`, is as given, so `params` must
-        have an array there, not its shape; a missing leaf of the state is as from `tx.init`. All others must be there.
-        With patterns, states that stand elsewhere in the chain of the optimizer are found by the names of their leaves.
-        `Restored.report` lists all of it.
-      moments: what of the wrapped optimizer's state is continued, for another optimizer or schedule on purpose.
-        `"same"`: all of it, and the optimizer must be the same one, apart from `partial`. `"fit"`: each state of the
-        chain all of whose leaves are in the checkpoint, by names and shapes; other states start as in `tx.init`. So
-        Lion continues with Adam's `mu`: both are averages of gradients. `"reset"`: nothing.
-        Masters, loss scale and fp8 histories are always continued. `Restored.report` lists what is fresh.
+      manager: from `manager`.
+      tx: the optimizer that saved, apart from `fresh`; None: only the params and `extra`.
+      params: arrays or `jax.ShapeDtypeStruct`s, with the dtypes and shardings that you want. Masters and moments lie as
+        their params do (`jaxmp.sharding_of`). Without shardings, arrays are on the default device, and free to move.
+      extra: the other trees that you want, by name, like the saved ones.
+      step: None: the newest.
+      fresh: path patterns (`"*lora*"`, `"head/*"`) of leaves that may be missing, left over, or of another shape. They
+        are as in `params` and `extra`, where they must have values, and as `tx.init` makes them.
+      layout: the layout that pads `params` (`jaxmp.fsdp.layout_of`), if the step was saved with one.
 
     Returns:
-      A `Restored`.
+      A `Restored`: `step`, `params`, `opt_state` (None without `tx`), `extra`, and `fresh`, the paths of leaves that
+      are not from the checkpoint.
 
     Raises:
-      ValueError: no checkpoint, or files of another format; incomplete or missing files; a leaf that is missing, left
-        over, of another shape or in another format, named by path (all leaves are compared before any array is read); a
-        leaf that is not what was saved, by its checksum: this error names the newest step that is whole.
-
-    Warns:
-      UserWarning: `tx` scales the loss and the checkpoint has no loss scale; fp8 histories that start again; a pattern
-        of `partial` that fits no leaf; moments in 8 bits that are rounded, because their groups of neighbours are
-        larger under `layout`.
+      ValueError: no such step; a leaf that is missing, left over, or of another shape or dtype, by path, before an
+        array is read; a damaged file; a leaf that is not what was saved, by its digest.
 
     Example:
       >>> import jaxmp, tempfile
-      >>> params32, adam = {"w": jnp.array([1.001])}, optax.adam(1e-3)
-      >>> bf16, fp32 = jaxmp.mixed_precision(adam, "bf16"), jaxmp.mixed_precision(adam, "fp32")
-      >>> params = jaxmp.get_policy("bf16").cast_to_param(params32)
-      >>> with tempfile.TemporaryDirectory() as directory, jaxmp.checkpoint.manager(directory) as steps:
-      ...     _ = save(steps, 0, params=params, opt_state=bf16.init(params32))
-      ...     steps.wait_until_finished()
-      ...     restore(steps, fp32, params=params32).params
-      {'w': Array([1.001], dtype=float32)}
+      >>> tx, params = jaxmp.mixed_precision(optax.adam(1e-3), "fp32"), {"w": jnp.ones(2)}
+      >>> with manager(tempfile.mkdtemp()) as steps:
+      ...     saved = save(steps, 7, params=params, opt_state=tx.init(params), extra={"epoch": 3})
+      ...     restored = restore(steps, tx, params=params, extra={"epoch": 0})
+      >>> restored.step, restored.params["w"].tolist(), restored.extra
+      (7, [1.0, 1.0], {'epoch': 3})
     """
+    ocp = optional.load("orbax.checkpoint", extra="checkpoint")
     optimizer = {} if tx is None else {"tx": ("optimizer", tx)}
     argument_kinds.check("restore(manager, tx, params=)", **optimizer, params=("params", params))
-    check_extra(extra)
-    wanted, patterns = dict(extra or {}), tree_paths.patterns_of(partial)
-    if moments not in partial_lib.MOMENTS:
-        raise ValueError(f"moments= is {', '.join(map(repr, partial_lib.MOMENTS))}; got {moments!r}.")
-    new = padding.of_layout(layout, params, "layout=")
-    step, folder = orbax.find(source, step)
-    about = orbax.record(folder / orbax.ABOUT)
-    order, checksums = about.get("fp8_scales"), about.get(orbax.CHECKSUMS)
-    folder = orbax.tree_in(folder)
-    ocp = orbax.package()
-    found = orbax.described(folder, about)
-    orbax.check_is_job(found, folder)
-    values = jax.tree.leaves(found.tree)
-    there, here = found.by_tree(values)["params"], tree_paths.leaves_by_path(params)
-    old = padding.recorded(about)
-    there = {str(path): x for path, x in there.items()}
-    new = padding.inferred(params, old, there) if layout is None else new
-    change = padding.Change(old, new, there, here)
-    change.check(patterns)
-    like_state = {} if tx is None else convert_lib.leaves_of(tx, params)
+    extra, patterns, step = _checked_extra(extra), tree_paths.patterns_of(fresh), _step_of(manager, step)
+    given = params
+    if layout is not None:  # arrays, or descriptions, on their devices, without padding
+        is_described = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
+        put = lambda x, place: _on(x, place) if is_described(x) else jax.device_put(x, place)  # noqa: E731
+        given = param_layout.trim(jax.tree.map(put, params, layout.shardings), layout)
 
-    def parts_of(values: Sequence[Any]) -> dict[str, dict[StatePath, Any]]:
-        by_tree = found.by_tree(orbax.with_keys(found.leaves, values, about))
-        return {
-            name: {path: x for path, x in tree.items() if not change.is_of_other_params(path)}
-            for name, tree in by_tree.items()
-        }
-
-    with ocp.StandardCheckpointer() as reader:
-        values = change.onto(found.leaves, values)
-        parts = parts_of(values)
-        saved, _ = _saved_of(parts, params, order, like_state, change)
-        if tx is not None and "opt_state" not in parts:
-            raise ValueError(
-                f"a job continues from params and opt_state; the checkpoint at {folder} has only "
-                f"{', '.join(parts)}. To start from the weights alone, pass tx=None and call tx.init(params)."
-            )
-        if patterns:
-            of_extra = [
-                _at(name, path)
-                for name, like in wanted.items()
-                for tree in (names.by_names(like), _by_names(parts, name))
-                for path in tree
-            ]
-            paths = dict.fromkeys(map(str, [*saved.params, *saved.state, *here, *like_state, *of_extra]))
-            tree_paths.warn_of_idle("restore(partial=)", patterns, paths, of="leaf")
-        completed, _ = _completed(saved, tx, params, patterns, moments, are_shapes=True)
-        if tx is None:
-            job_leaves.check_params(completed, params)
-        else:
-            convert_lib.check(completed, tx, params)
-        for name, like in wanted.items():
-            _check_extra(name, like, parts, patterns)
-        values = orbax.read(reader, folder, found, values, params, wanted, checksums, change)
-    parts = parts_of(values)
-    saved, rounded = _saved_of(parts, params, order, like_state, change)
-    if rounded:
-        warn(
-            "moments-rounded-again",
-            f"moments in 8 bits keep their numbers if the padding of this layout keeps their groups of neighbours; "
-            f"{len(rounded)} of them {'is' if len(rounded) == 1 else 'are'} rounded to the codes of larger groups "
-            f"({', '.join(rounded[:3])}{', ...' if len(rounded) > 3 else ''}). A layout that pads another axis avoids "
-            f"it.",
+    # What is there, and what is wanted: both by name, before an array is read.
+    record = _record(manager, step)
+    raw = tree_paths.leaves_by_names(_read(manager, step, lambda: manager.item_metadata(step)["state"].tree))
+    if record["digests"].keys() != {".".join(names) for names in raw}:
+        raise _unreadable(manager, step, "its description has other leaves than were saved")
+    keys = {names: record["keys"].get(".".join(names)) for names in raw}
+    like: dict[str, Any] = {"params": given, **extra}
+    asked = {*like} if tx is None else {*like, "opt_state"}
+    saved = {names: jax.ShapeDtypeStruct(x.shape, x.dtype) for names, x in raw.items() if names[0] in asked}
+    of_keys = {names: functools.partial(jax.random.wrap_key_data, impl=keys[names]) for names in saved if keys[names]}
+    saved |= {names: jax.eval_shape(wrap, saved[names]) for names, wrap in of_keys.items()}
+    wide = jax.tree.map(lambda x: _on(x, None, jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else None), given)
+    same_layers, start = record["fp8_scales"] == scale_leaves.paths_of(given), given
+    for start in (wide, given):  # plain optax begins with either
+        like |= {} if tx is None else {"opt_state": _state_like(tx, start, given)}
+        if not _refused(saved, like, same_layers, patterns)[0]:
+            break
+    refused, missing = _refused(saved, like, same_layers, patterns)
+    if refused:
+        how = (
+            "Name in fresh= what may differ; for another precision restore with the optimizer that saved, then convert"
         )
-    saved, report = _completed(saved, tx, params, patterns, moments)
-    opt_state = None
-    if tx is None:
-        params = placement.Shardings(params).place_params(convert_lib.assemble_params(saved, params)[1])
-    else:
-        params, opt_state = convert_lib.assemble(saved, tx, params)
-    others = {name: _fill(like, _by_names(parts, name)) for name, like in wanted.items()}
-    fresh = [path for name, like in wanted.items() for path in _missing(name, like, parts)]
-    left = [path for name, like in wanted.items() for path in _left_over(name, like, parts)]
-    restored = Restored(step, params, opt_state, others)
-    restored.report = report._replace(fresh=(*report.fresh, *fresh), left_over=(*report.left_over, *left))
-    return restored
+        raise ValueError(f"a checkpoint must be of this model and this optimizer; {refused}. {how}.")
+    wanted = tree_paths.leaves_by_names(like)
+
+    # The arrays, with the shardings that are wanted; what has none passes through NumPy, and stays free to move.
+    taken = {names: _how(ocp, wanted[names], raw[names]) for names in saved if names in wanted and names not in missing}
+    skipped = (ocp.PLACEHOLDER, ocp.RestoreArgs())
+    item, how = (_nested({names: taken.get(names, skipped)[i] for names in raw}) for i in range(2))
+    items = ocp.args.Composite(state=ocp.args.PyTreeRestore(item=item, restore_args=how))
+    found = tree_paths.leaves_by_names(_read(manager, step, lambda: manager.restore(step, args=items)["state"]))
+    free = [n for n in taken if isinstance(found[n], np.ndarray) and not _is_wide(found[n])]
+    arrays = {names: found[names] for names in taken} | {names: jnp.array(found[names]) for names in free}
+    sums = digests.of_leaves({".".join(names): x for names, x in arrays.items()})
+    if wrong := [name for name, x in sums.items() if x != record["digests"][name]]:
+        raise _unreadable(manager, step, f"{len(wrong)} leaves are not what was saved: {', '.join(wrong[:3])}")
+    arrays |= {names: wrap(arrays[names]) for names, wrap in of_keys.items() if names in arrays}
+    values = {names: _as_wanted("/".join(names), wanted[names], x) for names, x in arrays.items()}
+
+    if tx is not None and any(names[0] == "opt_state" for names in missing):
+        begun = jax.tree.map(lambda x, s: x.astype(s.dtype), _filled({"params": given}, values)["params"], start)
+        with warnings.catch_warnings(action="ignore"):
+            state = tree_paths.leaves_by_names({"opt_state": jax.jit(tx.init)(begun)})
+        values |= {n: jax.device_put(state[n], wanted[n].sharding) for n in missing if n in state}
+    made = _filled(like, values)
+    job = made.pop("params"), made.pop("opt_state", None)
+    new_params, opt_state = state_arrays.own_buffers(job, foreign=params)
+    if layout is not None:
+        new_params = jax.device_put(param_layout.pad(new_params, layout), layout.shardings)
+        if tx is not None:
+            places = shardings.sharding_of(tx, new_params, layout.shardings)
+            opt_state = jax.device_put(param_layout.pad(opt_state, layout), places)
+    return Restored(step, new_params, opt_state, made, tuple(map("/".join, missing)))
 
 
-def check_extra(extra: Any) -> None:
-    """Raises a TypeError for trees without names, a ValueError for leaves that are neither arrays nor numbers."""
-    if extra is not None and not isinstance(extra, Mapping):
-        raise TypeError(
-            f"extra= takes trees by name, such as {{'batch_stats': ..., 'epoch': 3}}; got {type(extra).__name__}. Give "
-            f"each tree a name."
-        )
-    for path, x in jax.tree_util.tree_leaves_with_path(dict(extra or {})):
-        leaf_sums.check_leaf(tree_paths.path_str(path), x)
+def _nested(leaves: Mapping[_Names, Any]) -> dict[str, Any]:
+    """Dicts of dicts by name."""
+    tree: dict[str, Any] = {}
+    for names, x in leaves.items():
+        functools.reduce(lambda node, name: node.setdefault(name, {}), names[:-1], tree)[names[-1]] = x
+    return tree
 
 
-def _completed(
-    saved: job_leaves.Saved, tx: Any, like: PyTree, patterns: Sequence[str], moments: str, *, are_shapes: bool = False
-) -> tuple[job_leaves.Saved, partial_lib.Report]:
-    """`saved` with the leaves that may be missing, and without those that may be left over."""
-    if not patterns and moments == partial_lib.SAME:
-        return saved, partial_lib.Report()
-    saved, fresh, left = partial_lib.complete_params(saved, like, patterns)
-    if tx is None:
-        return saved, partial_lib.Report(tuple(fresh), tuple(left))
-    leaves = convert_lib.leaves_of(tx, like)
-
-    def fresh_state(paths: set[StatePath]) -> Mapping[StatePath, Any]:
-        if are_shapes:
-            return {path: x for path, x in leaves.items() if path in paths}
-        return convert_lib.fresh_leaves(tx, convert_lib.assemble_params(saved, like)[0], paths)
-
-    saved, of_state = partial_lib.complete_state(saved, leaves, patterns, moments, fresh, fresh_state)
-    return saved, of_state._replace(fresh=(*fresh, *of_state.fresh), left_over=(*left, *of_state.left_over))
+def _filled(like: PyTree, values: Mapping[_Names, Any]) -> Any:
+    """`like` with the values, and its own leaf where there is none."""
+    found = [values.get(names, x) for names, x in tree_paths.leaves_by_names(like).items()]
+    return jax.tree.structure(like).unflatten(found)
 
 
-def _saved_of(
-    parts: Mapping[str, Mapping[StatePath, Any]],
-    like: PyTree,
-    order: Sequence[str] | None,
-    like_state: Mapping[StatePath, Any],
-    change: padding.Change,
-) -> tuple[job_leaves.Saved, list[str]]:
-    """The saved leaves in the form of this job, and the moments that were rounded for it.
-
-    The fp8 scales are in the order of their histories: as recorded, else as in `like`.
-    """
-    leaves = {str(path): x for path, x in parts["params"].items()}
-    scales = [
-        path for path in (order or tree_paths.leaves_by_path(like)) if path in leaves and scale_leaves.is_scale(path)
-    ]
-    leaves = {path: leaves[path] for path in scales} | leaves
-    saved = job_leaves.Saved(leaves, dict(parts.get("opt_state", {})), job_leaves.CHECKPOINT)
-    if not like_state:
-        return saved, []
-    saved = unsent.fitted(chain_places.aligned(saved, like_state), like_state, placement.Shardings(like))
-    return (saved, []) if change.is_empty else regroup.fitted(saved, like_state, change)
+def _checked_extra(extra: Any) -> dict[str, Any]:
+    if not isinstance(extra, Mapping | None) or {"params", "opt_state"} & set(extra or ()):
+        raise ValueError(f"extra= takes trees by names other than params and opt_state; got {extra!r:.80}.")
+    return dict(extra or {})
 
 
-def descriptions(source: Any, step: int | None) -> dict[str, PyTree]:
-    """The trees of a checkpoint as `restore(extra=)` takes them: shapes, and numbers of Python."""
-
-    def like(x: Any) -> Any:
-        return orbax.zero_of(x) if orbax.is_number(x) else jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-    _, folder = orbax.find(source, step)
-    about, folder = orbax.record(folder / orbax.ABOUT), orbax.tree_in(folder)
-    found = orbax.described(folder, about)
-    orbax.check_is_job(found, folder)
-    values = orbax.with_keys(found.leaves, jax.tree.leaves(found.tree), about)
-    return names.trees(found.tree, found.leaves, list(map(like, values)), about)
+def _is_wide(x: Any) -> bool:
+    return jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype  # jax would shorten it, without `jax_enable_x64`
 
 
-_Names = tuple[str, ...]
+def _crc(record: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps({**record, "crc": 0}, sort_keys=True).encode())
 
 
-def _by_names(parts: Mapping[str, Mapping[StatePath, Any]], name: str) -> dict[_Names, Any]:
-    return {path.names: x for path, x in parts.get(name, {}).items()}
+def _step_of(manager: Any, step: int | None) -> int:
+    manager.wait_until_finished()
+    if getattr(manager, "why_not", "") == "it is read_only":
+        manager.reload()  # another process may have saved since
+    found = manager.latest_step() if step is None else operator.index(step)
+    if found is None or found not in manager.all_steps():
+        raise ValueError(f"{manager.directory} has no complete step {found}; it has {manager.all_steps()}.")
+    return found
 
 
-def _missing(name: str, like: PyTree, parts: Mapping[str, Mapping[StatePath, Any]]) -> list[str]:
-    """The leaves of a tree of `extra` that the checkpoint has not, by path."""
-    there = _by_names(parts, name)
-    return [_at(name, path) for path in names.by_names(like) if path not in there]
+def _record(manager: Any, step: int) -> dict[str, Any]:
+    ocp = optional.load("orbax.checkpoint", extra="checkpoint")
+    items = ocp.args.Composite(jaxmp=ocp.args.JsonRestore())
+    record = _read(manager, step, lambda: manager.restore(step, args=items)["jaxmp"])
+    if not isinstance(record, dict) or record.get("crc") != _crc(record):
+        raise _unreadable(manager, step, "its record is not what jaxmp.checkpoint.save wrote")
+    return record
 
 
-def _left_over(name: str, like: PyTree, parts: Mapping[str, Mapping[StatePath, Any]]) -> list[str]:
-    """The leaves of a tree of `extra` that only the checkpoint has, by path."""
-    here = names.by_names(like)
-    return [_at(name, path) for path in _by_names(parts, name) if path not in here]
+def _read(manager: Any, step: int, read: Callable[[], Any]) -> Any:
+    """`read()`; one error in place of the pages that Python shows of a damaged file: one for each task that reads."""
+    log, hooks = logging.getLogger("asyncio"), (sys.unraisablehook, sys.excepthook)
+    is_other = lambda entry: not entry.getMessage().startswith("Task exception was never retrieved")  # noqa: E731
+    log.addFilter(is_other)
+    sys.unraisablehook = sys.excepthook = lambda *_: None
+    try:
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+            try:
+                return read()
+            except Exception as e:
+                why = f"{type(e).__name__}: {str(e).partition(chr(10))[0][:300]}"
+            gc.collect()  # the tasks that failed are freed here,
+            time.sleep(0.2)  # and the reads that were under way end
+    finally:
+        log.removeFilter(is_other)
+        sys.unraisablehook, sys.excepthook = hooks
+    raise _unreadable(manager, step, why)
 
 
-def _at(name: str, path: _Names) -> str:
-    return "/".join((name, *path))
+def _unreadable(manager: Any, step: int, why: str) -> ValueError:
+    got = f"step {step} in {manager.directory} cannot be read: {why}"
+    others = [n for n in manager.all_steps() if n != step]
+    return ValueError(f"steps must be whole, and saved by jaxmp.checkpoint.save; {got}. Other steps there: {others}.")
 
 
-def _check_extra(
-    name: str, like: PyTree, parts: Mapping[str, Mapping[StatePath, Any]], patterns: Sequence[str]
-) -> None:
-    if name not in parts and not all(tree_paths.matches(at, patterns) for at in _missing(name, like, parts)):
-        raise ValueError(f"the checkpoint must have every tree of extra=; {name!r} is not among {', '.join(parts)}.")
-    there = _by_names(parts, name)
-    for path, x in names.by_names(like).items():
-        at = _at(name, path)
-        if path not in there and tree_paths.matches(at, patterns):
-            if isinstance(x, jax.ShapeDtypeStruct):
-                raise ValueError(
-                    f"a leaf that starts fresh needs a value; {at} is not in the checkpoint, and extra= has only its "
-                    f"shape. Pass an array or a number for it."
-                )
-            continue
-        if path not in there:
-            raise ValueError(
-                f"the checkpoint must have every leaf of extra=; {at} is missing. "
-                f"{leaf_paths.first_paths({_at(name, other): x for other, x in there.items()})}"
-            )
-        shape, dtype = tuple(there[path].shape), there[path].dtype
-        if isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic):
-            if shape or np.result_type(type(x)).kind != dtype.kind:
-                raise ValueError(
-                    f"the trees of extra= must have the saved numbers; {at} is {dtype}{list(shape)}, expected a number "
-                    f"of Python ({type(x).__name__})."
-                )
-            continue
-        if _may_hold_number(x, there[path]):
-            continue
-        if orbax.is_key(x) and not orbax.is_key(there[path]):  # Orbax alone describes keys by their bits
-            x = jax.eval_shape(jax.random.key_data, x)
-        if shape != tuple(x.shape) or dtype != x.dtype:
-            raise ValueError(
-                f"the trees of extra= must have the saved shapes and dtypes; {at} is {dtype}{list(shape)}, expected "
-                f"{x.dtype}{list(x.shape)}."
-            )
-    for at in _left_over(name, like, parts):
-        if not tree_paths.matches(at, patterns):
-            raise ValueError(
-                f"the trees of extra= must have every leaf that was saved; {at} is in the checkpoint and not in the "
-                f"job, where it would be lost. Give the job what it had at the save, or name the leaf in partial=."
-            )
+def _on(x: Any, sharding: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype if dtype is None else dtype, sharding=sharding)
 
 
-def _may_hold_number(like: Any, saved: Any) -> bool:
-    """Whether an array without axes is wanted for a saved number of Python: the count of steps of a TrainState."""
-    kinds = (jnp.integer, jnp.floating, jnp.bool_) if orbax.is_number(saved) and not like.shape else ()
-    return any(jnp.issubdtype(like.dtype, kind) and jnp.issubdtype(saved.dtype, kind) for kind in kinds)
+def _state_like(tx: optax.GradientTransformation, start: PyTree, params: PyTree) -> Any:
+    """`tx.init(start)` as descriptions with the shardings of their params."""
+    chosen = [shardings.chosen(x) for x in jax.tree.leaves(params)]
+    mesh = next((s.mesh for s in chosen if isinstance(s, NamedSharding)), None)
+    start = jax.tree.map(lambda x: _on(x, None), start)
+    with warnings.catch_warnings(action="ignore"):
+        state = jax.eval_shape(tx.init, start)
+        if mesh is None:  # on one device, or free
+            return jax.tree.map(lambda x: _on(x, chosen[0] if len({*chosen}) == 1 else None), state)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        by_param = [s if isinstance(s, NamedSharding) else everywhere for s in chosen]
+        places = shardings.sharding_of(tx, start, jax.tree.structure(params).unflatten(by_param))
+        return jax.tree.structure(state).unflatten(map(_on, *map(jax.tree.leaves, (state, places))))  # boxes may differ
 
 
-def _fill(like: PyTree, leaves: Mapping[_Names, Any]) -> PyTree:
-    """The tree `like` with the saved leaves; numbers are as they are in `like`, keys are made from their saved bits."""
+def _refused(saved: Any, like: PyTree, same_layers: bool, patterns: Sequence[str]) -> tuple[str | None, list[_Names]]:
+    """(what is wrong with the first leaf that must fit, or None; the leaves of the job that start fresh)."""
+    wanted, missing = tree_paths.leaves_by_names(like), []
+    for names in sorted({**saved, **wanted}, key=lambda names: (names[0] != "params", names[0] == "opt_state")):
+        path, there, here = "/".join(names), saved.get(names), wanted.get(names)
+        why = _misfit(there, here)
+        if why is None and not same_layers and names[0] == "opt_state" and "amax_states" in names:
+            why = "has the amaxes of other fp8 layers in the checkpoint than in the job"
+        if why is not None and (why.startswith("is of dtype") or not tree_paths.matches(path, patterns)):
+            return f"{path} {why}", []
+        if why is not None and isinstance(here, jax.ShapeDtypeStruct) and names[0] != "opt_state":
+            return f"{path} starts fresh, so it needs a value, and is only described", []
+        missing += [names] if why is not None and names in wanted else []
+    return None, missing
 
-    def take(path: _Names, x: Any) -> Any:
-        found = leaves.get(path)
-        if found is None:  # it may be missing
-            return x
-        if isinstance(x, np.ndarray | np.generic):
-            return np.asarray(found, x.dtype)[()] if isinstance(x, np.generic) else np.asarray(found, x.dtype)
-        if not hasattr(x, "dtype"):
-            return np.asarray(found).item()
-        if not isinstance(found, jax.Array):
-            return found if isinstance(found, np.ndarray) else jnp.asarray(found, x.dtype)
-        return orbax.as_key(found, x) if orbax.is_key(x) else found
 
-    found, treedef = jax.tree.flatten(like)
-    return treedef.unflatten([take(path.names, x) for path, x in zip(names.of_tree(like), found, strict=True)])
+def _misfit(saved: Any, like: Any) -> str | None:
+    """Why a saved leaf cannot be restored as `like`; None: it can."""
+    if saved is None or like is None:
+        return f"is in the {'job and not in the checkpoint' if saved is None else 'checkpoint and not in the job'}"
+    if saved.shape != np.shape(like):
+        hint = "what jaxmp.fsdp padded needs layout= in save and restore; take pmap's replicas off before a save"
+        return f"has shape {saved.shape} in the checkpoint and {np.shape(like)} in the job ({hint})"
+    dtype = like.dtype if hasattr(like, "dtype") else np.result_type(type(like))
+    # A number of Python is saved with 64 bits, and may come back as an array, or go the other way.
+    is_number = saved.shape == () and (not hasattr(like, "dtype") or saved.dtype in (np.int64, np.float64))
+    if saved.dtype == dtype or (is_number and getattr(saved.dtype, "kind", "") == getattr(dtype, "kind", None)):
+        return None
+    return f"is of dtype {saved.dtype} in the checkpoint and {dtype} in the job"
+
+
+def _how(ocp: Any, like: Any, raw: Any) -> tuple[Any, Any]:
+    """How Orbax reads a leaf: into an array of jax where there is a sharding for it, else of NumPy."""
+    sharding = shardings.chosen(like)
+    if sharding is None or _is_wide(raw):
+        return np.empty(raw.shape, raw.dtype), ocp.RestoreArgs(restore_type=np.ndarray)
+    target = jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=sharding)
+    return target, ocp.ArrayRestoreArgs(sharding=sharding, global_shape=raw.shape, dtype=raw.dtype)
+
+
+def _as_wanted(path: str, like: Any, x: Any) -> Any:
+    """A leaf in the form of `like`: a number of Python, an array of NumPy or jax."""
+    if not hasattr(like, "dtype"):
+        return np.asarray(x).item()
+    if x.dtype != like.dtype and np.asarray(x).astype(like.dtype) != np.asarray(x):
+        raise ValueError(f"numbers must fit the job; {path} is {x} in the checkpoint, and {like.dtype} in the job.")
+    if isinstance(like, np.ndarray | np.generic):
+        return np.asarray(x, like.dtype)[() if isinstance(like, np.generic) else ...]
+    return x if x.dtype == like.dtype else jax.device_put(jnp.asarray(x, like.dtype), shardings.chosen(like))

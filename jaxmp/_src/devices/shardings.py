@@ -115,6 +115,11 @@ def _check_order(tx: Any, params: PyTree, shardings: PyTree) -> None:
         )
 
 
+def chosen(x: Any) -> Any:
+    """The sharding that the user chose for an array or a description; None for what is free to move."""
+    return None if isinstance(x, jax.Array) and not x.committed else getattr(x, "sharding", None)
+
+
 def is_sharding(x: Any) -> bool:
     """Whether `x` is a sharding or a PartitionSpec."""
     return isinstance(x, jax.sharding.Sharding | PartitionSpec)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 from jaxtyping import PyTree
@@ -236,8 +237,8 @@ def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout)
         if in_8_bits:
             raise ValueError(
                 f"moments in 8 bits cannot be padded; got them at {tree_paths.path_str(path)}. Choose a layout that "
-                f"pads no leaf, or moments in 16 or 32 bits; or go through a checkpoint: jaxmp.checkpoint.save and "
-                f"restore with layout= take the moments to another padding."
+                f"pads no leaf (min_size=), or moments in 16 or 32 bits; a checkpoint without layout= is for as many "
+                f"devices as saved it."
             )
         return f(tree_paths.path_str(path), x, cut)
 
@@ -248,13 +249,21 @@ def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout)
 
 
 def _whole_along(x: Any, cut: Cut) -> Any:
-    """`x`, gathered along the dimension that is cut if this is part of its type: no such part can be sliced off."""
-    if cut.dim is None or cut.padded == cut.size or not isinstance(x, jax.Array) or not shardings_lib.is_explicit(x):
+    """`x`, gathered along the dimension that is cut if its sharding is known: the unpadded length does not divide."""
+    is_tracer = isinstance(x, Tracer)
+    if is_tracer:
+        sharding: Any = jax.typeof(x).sharding if shardings_lib.is_explicit(x) else None
+    else:
+        sharding = getattr(x, "sharding", None)
+    if cut.dim is None or cut.padded == cut.size or not isinstance(sharding, NamedSharding):
         return x
-    sharding = jax.typeof(x).sharding
     spec = tuple(sharding.spec) + (None,) * (x.ndim - len(sharding.spec))
-    whole = PartitionSpec(*spec[: cut.dim], None, *spec[cut.dim + 1 :])
-    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, whole))
+    whole = NamedSharding(
+        sharding.mesh, PartitionSpec(*spec[: cut.dim], None, *spec[cut.dim + 1 :]), memory_kind=sharding.memory_kind
+    )
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+    return jax.sharding.reshard(x, whole) if is_tracer else jax.device_put(x, whole)
 
 
 def padded(x: Any, cut: Cut) -> Any:
@@ -266,7 +275,11 @@ def padded(x: Any, cut: Cut) -> Any:
 
 def trimmed(x: Any, cut: Cut) -> Any:
     """One leaf without its padding."""
-    return x if cut.dim is None or cut.padded == cut.size else lax.slice_in_dim(x, 0, cut.size, axis=cut.dim)
+    if cut.dim is None or cut.padded == cut.size:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(cut.shape, x.dtype, sharding=x.sharding)
+    return lax.slice_in_dim(x, 0, cut.size, axis=cut.dim)
 
 
 def map_leaves(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout) -> PyTree:

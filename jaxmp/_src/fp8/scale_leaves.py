@@ -91,6 +91,16 @@ def is_scale(path: Any, leaf: Any = None) -> bool:
     return _NAME.fullmatch(path if isinstance(path, str) else tree_paths.path_str(path)) is not None
 
 
+def paths_of(params: PyTree) -> list[str]:
+    """The paths of the scales of a model, in the order of the amaxes in its state."""
+    return [path for path in tree_paths.leaves_by_path(params) if is_scale(path)]
+
+
+def started(path: str, x: Any) -> Any:
+    """A new scale leaf: as it is, or 1 where it is only described."""
+    return jnp.full(x.shape, 0.0 if format_of(path)[2] else 1.0, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+
+
 def recipes_of(recipe: Any) -> Mapping[str, Any]:
     """Recipes by pattern: a dict as it is, or a single recipe for all paths."""
     return recipe if isinstance(recipe, Mapping) else {"*": recipe}

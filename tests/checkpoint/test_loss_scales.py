@@ -83,14 +83,14 @@ def test_a_used_up_scale_still_counts_as_one_that_moves():
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
-        ({"scale": [1.0], "growth_tracker": 1}, "without hysteresis_tracker. Remove grad_scaler"),
+        ({"scale": [1.0], "growth_tracker": 1}, "hysteresis_tracker has missing"),
         ({"scale": [0.0], "growth_tracker": 1, "hysteresis_tracker": 2}, "positive and finite; got 0"),
-        ({"scale": [1.0, 2.0], "growth_tracker": 1, "hysteresis_tracker": 2}, r"got scale of shape \(2,\)"),
+        ({"scale": [1.0, 2.0], "growth_tracker": 1, "hysteresis_tracker": 2}, "scale has 2"),
         (TORCH | {"scale": float("inf")}, "positive and finite; got inf"),
         ({"scale": 2.0}, "without growth_factor"),
         ({}, "an empty dict"),
-        ({"fin_steps": 3}, "scale is missing"),
-        (3.0, "got a float"),
+        ({"fin_steps": 3}, "scale has missing"),
+        (3.0, "got 3.0"),
     ],
     ids=["megatron", "zero", "two", "inf", "torch", "empty", "flax", "number"],
 )
@@ -102,7 +102,7 @@ def test_what_is_no_loss_scale(saved, message):
 def test_errors_of_a_state():
     none = optax.sgd(0.1).init(W)
     for call in (lambda: set_loss_scale(none, 2.0), lambda: export_loss_scale(none, jaxmp.DynamicLossScale(), "torch")):
-        with pytest.raises(ValueError, match="must have one loss scale; got 0"):
+        with pytest.raises(ValueError, match="must have one loss scale .*; got 0"):
             call()
     with pytest.raises(ValueError, match="positive and finite; got -1"):
         set_loss_scale(state_of(jaxmp.DynamicLossScale()), -1.0)

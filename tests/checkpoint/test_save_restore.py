@@ -1,0 +1,605 @@
+"""Steps on disk: what is saved comes back bit for bit, on other devices, or is an error that names the leaf."""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxmp
+from fp8_model import model_loss, model_params
+from helpers import ROOT, assert_moved, assert_same_program, compiled_quickly
+from jaxmp import checkpoint
+
+RECIPE = jaxmp.fp8.DelayedScaling(amax_history_len=3)
+ADAM = optax.adamw(1e-2, eps=1e-3)
+SCALE = {"loss_scale": jaxmp.DynamicLossScale(2.0**10, growth_interval=2)}
+KINDS = {
+    "fp32": ("fp32", ADAM, {}),
+    "fp16": ("fp16", optax.chain(jaxmp.clip_by_global_norm(1.0), ADAM, jaxmp.ema_params(0.9)), SCALE),
+    "split16": ("bf16", ADAM, {"remainder_bits": 16}),
+    "split8": ("bf16", jaxmp.fused_adamw(1e-2), {"remainder_bits": 8}),
+    "int8": ("bf16", jaxmp.fused_adamw(1e-2, state_dtype=jnp.int8), {}),
+    "fp8": ("bf16", ADAM, {"recipe": RECIPE}),
+    "fp16+fp8": ("fp16", ADAM, {"recipe": RECIPE, **SCALE}),
+    "multisteps": ("bf16", optax.MultiSteps(ADAM, 2), {}),
+}
+
+
+def params_of(kind):
+    """Axes that 1, 2, 3, 4, 6 and 8 devices divide."""
+    if "fp8" in kind:
+        tiled = jax.tree.map(lambda x: jnp.asarray(np.tile(x, (3, 3)) if x.shape == (16, 16) else x), model_params())
+        return tiled | {"ln": {"scale": jnp.ones((1, 48))}}
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    return {"dense": {"kernel": draw(24, 128), "bias": draw(128)}, "ln": draw(24)}
+
+
+def policy_of(kind):
+    return jaxmp.get_policy(KINDS[kind][0], keep_fp32=("ln*",))
+
+
+def tx_of(kind):
+    _, inner, options = KINDS[kind]
+    return jaxmp.mixed_precision(inner, policy_of(kind), **options)
+
+
+@functools.cache
+def job(kind):
+    """(tx, params, opt_state, step) after three steps on one device."""
+    policy, params32, tx = policy_of(kind), params_of(kind), tx_of(kind)
+    if "fp8" in kind:
+        batch = {"x": jnp.asarray(np.random.default_rng(1).normal(size=(32, 48)), jnp.float32), "y": jnp.ones((32, 48))}
+        loss = lambda params: model_loss(params, batch)  # noqa: E731
+    else:
+        loss = lambda params: sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(params))  # noqa: E731
+
+    def step(params, opt_state):
+        _, grads = jaxmp.value_and_grad(loss)(params, opt_state=opt_state)
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)
+
+    params, opt_state, compiled = policy.cast_to_param(params32), tx.init(params32), jax.jit(step)
+    for _ in range(3):
+        params, opt_state = compiled(params, opt_state)
+    return tx, params, opt_state, compiled
+
+
+def mesh_of(devices, kind=AxisType.Auto):
+    return jax.make_mesh((devices,), ("x",), axis_types=(kind,), devices=jax.devices()[:devices])
+
+
+def placed(params, mesh):
+    """The params as descriptions, cut along their first axis where it is long."""
+    place = lambda x: NamedSharding(mesh, P("x") if x.ndim and x.shape[0] % 24 == 0 else P())  # noqa: E731
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x)), params)
+
+
+def saved(directory, params, opt_state=(), step=1, **more):
+    with checkpoint.manager(directory) as steps:
+        assert checkpoint.save(steps, step, params=params, opt_state=opt_state, **more)
+    return directory
+
+
+def restored(directory, tx, params, **more):
+    with checkpoint.manager(directory, read_only=True) as steps:
+        return checkpoint.restore(steps, tx, params=params, **more)
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+# Onto the same devices, and others
+
+
+@pytest.mark.thorough(0)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=() if x in ("fp16", "split16", "fp8") else pytest.mark.thorough(0)) for x in KINDS]
+)
+def test_a_job_comes_back_bit_for_bit_on_any_number_of_devices(kind, tmp_path):
+    tx, params, opt_state, step = job(kind)
+    like = placed(params, mesh_of(8))
+    where = jax.tree.map(lambda x: x.sharding, like)
+    of_state = jaxmp.sharding_of(tx, params_of(kind), where)
+    cut = jax.device_put(params, where), jax.device_put(opt_state, of_state)
+    saved(tmp_path, *cut)
+    for devices in (8, 6, 4, 3, 2, 1):
+        like = placed(params, mesh_of(devices))
+        found = restored(tmp_path, tx, like)
+        assert found.step == 1 and found.fresh == () and found.extra == {}
+        assert_moved(on_host((found.params, found.opt_state)), on_host((params, opt_state)))
+        places = jaxmp.sharding_of(tx, params_of(kind), jax.tree.map(lambda x: x.sharding, like))
+        for x, sharding in zip(jax.tree.leaves(found.opt_state), jax.tree.leaves(places), strict=True):
+            assert x.sharding.is_equivalent_to(sharding, x.ndim)
+        assert all(x.sharding == y.sharding for x, y in zip(*map(jax.tree.leaves, (found.params, like)), strict=True))
+    found = restored(tmp_path, tx, params)  # on the default device, free to move
+    assert_moved((found.params, found.opt_state), (params, opt_state))
+    assert not any(x.committed for x in jax.tree.leaves(found[1:3]))
+    assert_same_program(step(found.params, found.opt_state), step(params, opt_state))
+    jax.tree.map(lambda x: x.delete(), found[1:3])  # no buffer is shared
+    assert not any(x.is_deleted() for x in jax.tree.leaves((params, opt_state)))
+
+
+def test_explicit_axes_and_one_device_that_is_not_the_first(tmp_path):
+    tx, params, opt_state, _ = job("fp16")
+    like = placed(params, mesh_of(4, AxisType.Explicit))
+    where = jax.tree.map(lambda x: x.sharding, like)
+    on_mesh = jax.device_put(params, where), jax.device_put(opt_state, jaxmp.sharding_of(tx, params_of("fp16"), where))
+    saved(tmp_path, *on_mesh)
+    with jax.set_mesh(mesh_of(4, AxisType.Explicit)):
+        found = restored(tmp_path, tx, like)
+    assert_moved(on_host(found[1:3]), on_host((params, opt_state)))
+    alone = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    found = restored(tmp_path, tx, jax.device_put(params, alone))
+    assert {x.sharding for x in jax.tree.leaves(found[1:3])} == {alone}
+
+
+FSDP = (8, 3, 4, 1, 6, 2, 8)
+
+
+@pytest.mark.thorough(0)
+@pytest.mark.parametrize("kind", ["fp16", "split16"])
+def test_padding_is_not_saved_and_follows_the_devices(kind, tmp_path):
+    """Axes that hardly any number of devices divides."""
+    rng = np.random.default_rng(0)
+    whole = {"a": jnp.float32(rng.normal(size=(13, 17))), "ln": jnp.float32(rng.normal(size=5))}
+    policy, tx = policy_of(kind), tx_of(kind)
+    start = policy.cast_to_param(whole), tx.init(whole)
+    grads = jax.tree.map(jnp.ones_like, start[0])
+    jaxmp.get_loss_scale(())
+    before = jax.jit(lambda p, s: jaxmp.apply_gradients(tx, grads, s, p))(*start)
+
+    def on(devices):
+        layout = jaxmp.fsdp.layout_of(whole, mesh_of(devices), "x", min_size=1)
+        return layout, jaxmp.sharding_of(tx, jaxmp.fsdp.pad(whole, layout), layout.shardings)
+
+    layout, of_state = on(8)
+    params = jax.device_put(jaxmp.fsdp.pad(before[0], layout), layout.shardings)
+    opt_state = jax.device_put(jaxmp.fsdp.pad(before[1], layout), of_state)
+    for number, devices in enumerate(FSDP):
+        saved(tmp_path / str(number), params, opt_state, layout=layout)
+        found = restored(tmp_path / str(number), tx, policy.cast_to_param(whole))  # without any padding
+        assert_moved(on_host(found[1:3]), on_host(before))
+        layout, of_state = on(devices)
+        like = jax.tree.map(jnp.zeros_like, jaxmp.fsdp.pad(before[0], layout))
+        if number % 2:  # only described
+            like = jax.eval_shape(lambda like=like: like)
+        _, params, opt_state, *_ = restored(tmp_path / str(number), tx, like, layout=layout)
+        places = zip(*map(jax.tree.leaves, ((params, opt_state), (layout.shardings, of_state))), strict=True)
+        assert all(x.sharding.is_equivalent_to(sharding, x.ndim) for x, sharding in places)
+        assert_moved(on_host(jaxmp.fsdp.trim((params, opt_state), layout)), on_host(before))
+        assert_moved(on_host(params), on_host(jaxmp.fsdp.pad(before[0], layout)))
+    wrong = saved(tmp_path / "padded", params, opt_state)
+    with pytest.raises(ValueError, match=r"params/a has shape .* \(what jaxmp.fsdp padded needs layout= in save"):
+        restored(wrong, tx, jaxmp.fsdp.pad(before[0], on(3)[0]))
+
+
+def test_moments_of_8_bits_cannot_be_padded(tmp_path):
+    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, state_dtype=jnp.int8), "bf16")
+    layout = jaxmp.fsdp.layout_of({"a": jnp.ones((257, 128))}, mesh_of(3), "x", min_size=1)
+    params = jaxmp.fsdp.pad({"a": jnp.ones((257, 128))}, layout)
+    opt_state = tx.init(params)
+    with pytest.raises(ValueError, match="moments in 8 bits cannot be padded"):
+        saved(tmp_path, jaxmp.get_policy("bf16").cast_to_param(params), opt_state, layout=layout)
+
+
+def test_state_in_pinned_host_memory_comes_back(tmp_path):
+    tx = jaxmp.mixed_precision(jaxmp.offload.stream_updates(optax.adam(1e-3)), "bf16")
+    params, opt_state = {"w": jnp.ones((64, 64), jnp.bfloat16)}, tx.init({"w": jnp.full((64, 64), 1.001)})
+    saved(tmp_path, params, jaxmp.offload.put(opt_state))
+    found = restored(tmp_path, tx, params)
+    assert_moved(found.opt_state, opt_state)
+    on_host_again = jaxmp.offload.put(found.opt_state)
+    assert any(x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(on_host_again))
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    there = restored(tmp_path, None, {"w": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=where)}).params["w"]
+    assert there.sharding.memory_kind == "pinned_host"
+
+
+# What users hold
+
+
+def test_a_train_state_in_three_lines(tmp_path):
+    tx = jaxmp.mixed_precision(optax.adamw(1e-2), "fp16", loss_scale=jaxmp.DynamicLossScale(8.0))
+    new = lambda seed: jaxmp.linen.TrainState.create(  # noqa: E731
+        apply_fn=None, params={"w": jnp.full(3, 1.0 + seed)}, tx=tx, policy="fp16"
+    )
+    state, other = new(0), new(1)
+    jaxmp.get_loss_scale(())
+    for at in (0, 2):  # its count is a number of Python, and then an array
+        saved(tmp_path / str(at), state.params, state.opt_state, extra={"step": state.step})
+        found = restored(tmp_path / str(at), other.tx, other.params, extra={"step": other.step})
+        again = other.replace(params=found.params, opt_state=found.opt_state, step=found.extra["step"])
+        assert_moved(again.opt_state, state.opt_state)
+        assert_moved(again.params, state.params)
+        assert int(again.step) == int(state.step) == at
+        for _ in range(2):
+            state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.norm = nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+        self.layers, self.drop = nnx.List([nnx.Linear(4, 2, rngs=rngs)]), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layers[0](self.drop(self.norm(self.first(x))))
+
+
+def test_modules_of_nnx_in_three_lines(tmp_path):
+    def new(seed):
+        model = Net(nnx.Rngs(seed))
+        return model, jaxmp.nnx.Optimizer(model, optax.adamw(1e-2), policy="bf16")
+
+    def trees(model, optimizer):
+        rest = {"rest": nnx.state(model, nnx.Not(nnx.Param)), "step": optimizer.step[...]}
+        return {"params": nnx.state(model, nnx.Param), "extra": rest}
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        _, grads = jaxmp.nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2), policy="bf16")(
+            model, opt_state=optimizer.opt_state
+        )
+        optimizer.update(model, grads)
+
+    x = jnp.tile(jnp.arange(4.0), (8, 1))
+    (model, optimizer), (other, other_optimizer) = new(0), new(1)
+    step(model, optimizer, x)
+    with checkpoint.manager(tmp_path) as steps:
+        checkpoint.save(steps, 0, opt_state=optimizer.opt_state, **trees(model, optimizer))
+        found = checkpoint.restore(steps, other_optimizer.tx, **trees(other, other_optimizer))
+    nnx.update(other, found.params, found.extra["rest"])
+    nnx.update(other_optimizer.opt_state, nnx.state(found.opt_state))
+    other_optimizer.step[...] = found.extra["step"]
+    raw = lambda *modules: [  # noqa: E731
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in jax.tree.leaves(nnx.state(modules))
+    ]
+    assert_moved(raw(other, other_optimizer), raw(model, optimizer))
+    for pair in ((model, optimizer), (other, other_optimizer)):
+        step(*pair, x)
+    assert_moved(raw(other, other_optimizer), raw(model, optimizer))
+
+
+def test_plain_optax_of_params_in_any_dtype(tmp_path):
+    for number, start in enumerate((jnp.float32, jnp.bfloat16)):  # of the params that `init` got
+        params = {"w": jnp.ones(3, jnp.bfloat16)}
+        opt_state = ADAM.init(jax.tree.map(lambda x, start=start: x.astype(start), params))
+        found = restored(saved(tmp_path / str(number), params, opt_state), ADAM, params)
+        assert_moved(found.opt_state, opt_state)
+
+
+def test_boxes_and_containers(tmp_path):
+    tx = jaxmp.mixed_precision(ADAM, "bf16", remainder_bits=16)
+    boxed = {"w": nn.Partitioned(jnp.full((4, 4), 1.001), names=("a", None)), "l": [jnp.ones(2), (jnp.zeros(1), None)]}
+    params = jaxmp.get_policy("bf16").cast_to_param(boxed)
+    found = restored(saved(tmp_path / "a", params, tx.init(boxed)), tx, params)
+    assert_moved((found.params, found.opt_state), (params, tx.init(boxed)))
+    plain = params | {"w": params["w"].value}
+    assert_moved(restored(tmp_path / "a", None, plain).params, plain)  # a box adds nothing to a name
+    one = jnp.arange(3.0)
+    assert_moved(restored(saved(tmp_path / "b", one, optax.sgd(0.1).init(one)), optax.sgd(0.1), one).params, one)
+
+
+EXTRA = {
+    "key": jax.random.key(7),
+    "keys": jax.random.split(jax.random.key(3, impl="rbg"), 3),
+    "old key": jax.random.PRNGKey(3),
+    "epoch": 3,
+    "rate": 0.1,
+    "flag": True,
+    "wave": 1 + 2j,
+    "seen": np.int64(2**40),
+    "mean": np.arange(4.0),
+    "dtypes": {
+        x: jnp.arange(-3, 5).astype(x)
+        for x in ("int4", "int8", "uint8", "int16", "bool", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+    },
+    "complex": jnp.ones(2, jnp.complex64) * 1j,
+    "nan": jnp.array([np.nan, -0.0, np.inf]),
+    "none": None,
+    "empty": {},
+}
+
+
+def test_extra_trees_come_back_as_they_are_wanted(tmp_path):
+    params = {"w": jnp.ones(2)}
+    saved(tmp_path, params, extra=EXTRA, metadata={"run": "a", "notes": [1, 2.5, None, {"ü": True}]})
+    found = restored(tmp_path, None, params, extra=EXTRA)
+    raw = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(EXTRA), jax.tree.leaves(found.extra), strict=True):
+        assert type(x) is type(y), path
+        if hasattr(x, "dtype"):
+            assert x.dtype == y.dtype and np.asarray(raw(x)).tobytes() == np.asarray(raw(y)).tobytes(), path
+        else:
+            assert x == y, path
+    some = restored(tmp_path, None, params, extra={"epoch": jnp.int32(0), "mean": EXTRA["mean"]}).extra
+    assert some["epoch"].dtype == jnp.int32 and int(some["epoch"]) == 3 and set(some) == {"epoch", "mean"}
+    everywhere = NamedSharding(mesh_of(4), P())
+    placed_key = jax.device_put(EXTRA["key"], everywhere)
+    assert restored(tmp_path, None, params, extra={"key": placed_key}).extra["key"].sharding == everywhere
+    with checkpoint.manager(tmp_path, read_only=True) as steps:
+        about = checkpoint.read_metadata(steps)
+    assert about["metadata"] == {"run": "a", "notes": [1, 2.5, None, {"ü": True}]}
+    assert about["versions"]["jax"] == jax.__version__
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ({"epoch": 1.0}, "epoch is of dtype int64 in the checkpoint and float64"),
+        ({"rate": 0}, "rate is of dtype float64 in the checkpoint and int64"),
+        ({"seen": jnp.int32(0)}, "numbers must fit the job; seen is 1099511627776 in the checkpoint, and int32"),
+        ({"rate": jnp.float16(0)}, "numbers must fit the job; rate is 0.1"),
+        ({"mean": jnp.ones(4)}, "mean is of dtype float64 in the checkpoint and float32"),
+        ({"key": jax.random.key(0, impl="unsafe_rbg")}, "key is of dtype key<fry> in the checkpoint and key<urbg>"),
+        ({"keys": jax.random.split(jax.random.key(0, impl="unsafe_rbg"), 3)}, "keys is of dtype key<rbg>"),
+        ({"old key": jax.random.key(0)}, "old key has shape .2,. in the checkpoint"),
+        ({"key": jnp.zeros(2, jnp.uint32)}, r"key has shape \(\) in the checkpoint and \(2,\)"),
+        ({"ema": jnp.ones(2)}, "ema is in the job and not in the checkpoint"),
+        ({"dtypes": {"int8": EXTRA["dtypes"]["int8"]}}, "dtypes/.* is in the checkpoint and not in the job"),
+        ({"params": 1}, "takes trees by names other than params"),
+        ([1], "takes trees by names other than params"),
+    ],
+)
+def test_extra_trees_of_another_kind_are_errors(wanted, told, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / "extra"
+    if not folder.exists():
+        saved(folder, {"w": jnp.ones(2)}, extra=EXTRA)
+    with pytest.raises(ValueError, match=told):
+        restored(folder, None, {"w": jnp.ones(2)}, extra=wanted)
+
+
+def test_names_of_any_letters(tmp_path):
+    names = ["a.b", "a/b", "ü", "", " ", "..", "value", "0", "x" * 200, "mu", "count", "params", "opt_state", "%2E"]
+    params = {name: {"w": jnp.full(2, float(i))} for i, name in enumerate(names)}
+    tx = jaxmp.mixed_precision(optax.adam(1e-3), "bf16")
+    opt_state = tx.init(params)
+    opt_state = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.float32 else x, opt_state)
+    found = restored(saved(tmp_path / "a", params, opt_state), tx, params)
+    assert_moved((found.params, found.opt_state), (params, opt_state))
+    numbered = {i: jnp.full(2, float(i)) for i in range(12)}
+    assert_moved(restored(saved(tmp_path / "b", numbered), None, numbered).params, numbered)
+    with checkpoint.manager(tmp_path / "c") as steps:
+        for params in ({"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}, {"a": {"": jnp.ones(1)}, "a.": jnp.ones(1)}):
+            with pytest.raises(ValueError, match=r"leaves must differ by name, .*; got two params.a"):
+                checkpoint.save(steps, 0, params=params, opt_state=())
+        assert steps.all_steps() == []
+
+
+# Another model
+
+
+def test_what_differs_is_named_before_an_array_is_read(tmp_path, monkeypatch):
+    tx, params, opt_state, _ = job("fp16")
+    saved(tmp_path, params, opt_state)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", lambda *_: pytest.fail("an array was read"))
+    for told, other_tx, like in (
+        ("params/head is in the job and not in the checkpoint", tx, params | {"head": jnp.ones(2)}),
+        ("params/ln is in the checkpoint and not in the job", tx, {"dense": params["dense"]}),
+        (r"params/ln has shape \(24,\) in the checkpoint and \(25,\) in the job", tx, params | {"ln": jnp.ones(25)}),
+        ("params/dense/bias is of dtype float16 in the checkpoint and float32", tx, params_of("fp16")),
+        ("opt_state/.*in the checkpoint and not in the job", jaxmp.mixed_precision(optax.sgd(0.1), "fp16"), params),
+        ("opt_state/.*job", tx_of("int8"), params),
+        (r".* take pmap's replicas off", tx, jax.tree.map(lambda x: jnp.stack([x] * 2), params)),
+    ):
+        with pytest.raises(ValueError, match=f"must be of this model and this optimizer; {told}"):
+            restored(tmp_path, other_tx, like)
+
+
+def test_leaves_that_may_start_fresh(tmp_path):
+    tx, params, opt_state, _ = job("fp16")
+    saved(tmp_path, params, opt_state, extra={"stats": {"a": 1}})
+    head = {"w": jnp.full((2, 3), 0.5, jnp.float16)}
+    found = restored(tmp_path, tx, params | {"head": head}, fresh="head/*", extra={"stats": {"a": 0, "head": {"n": 7}}})
+    assert_moved({k: x for k, x in found.params.items() if k != "head"}, params)
+    assert_moved(found.params["head"], head)
+    assert found.params["head"]["w"] is not head["w"]  # donated, it would be lost to the caller
+    assert found.extra == {"stats": {"a": 1, "head": {"n": 7}}}
+    assert sorted(x.split("/")[0] for x in found.fresh) == ["opt_state"] * 4 + ["params", "stats"]
+    assert_moved(found.opt_state.master_params["head"], {"w": jnp.full((2, 3), 0.5)})
+    assert_moved(found.opt_state.master_params["dense"], opt_state.master_params["dense"])
+    assert_moved(found.opt_state.scaling, opt_state.scaling)
+    wider = params | {"ln": jnp.ones(30)}
+    found = restored(tmp_path, tx, wider, fresh=("ln",))
+    assert found.fresh[0] == "params/ln" or "params/ln" in found.fresh
+    assert_moved(found.params["dense"], params["dense"])
+    assert_moved(found.params["ln"], wider["ln"])
+    less = {"dense": params["dense"]}
+    found = restored(tmp_path, tx, less, fresh="ln")
+    assert found.fresh == () and set(optax.tree.get(found.opt_state, "mu")) == {"dense"}
+    with pytest.raises(ValueError, match="params/head/w starts fresh, so it needs a value, and is only described"):
+        restored(tmp_path, tx, jax.eval_shape(lambda: params | {"head": head}), fresh="head/*")
+    with pytest.raises(ValueError, match="params/dense/bias is of dtype float16"):  # fresh= is for shapes
+        restored(tmp_path, tx, params_of("fp16"), fresh="*")
+    like = placed(params, mesh_of(4)) | {"head": jax.device_put(head, NamedSharding(mesh_of(4), P()))}
+    found = restored(tmp_path, tx, like, fresh="head/*")
+    assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(found[1:3]))
+
+
+def test_amaxes_do_not_go_to_other_layers(tmp_path):
+    tx, params, opt_state, _ = job("fp8")
+    saved(tmp_path, params, opt_state)
+    other = {"a": params["a"], "ln": params["ln"], "z": params["b"]}
+    with pytest.raises(ValueError, match="params/b/.* is in the checkpoint and not in the job"):
+        restored(tmp_path, tx, other)
+    with pytest.raises(ValueError, match="amax_states/0/amax_history has the amaxes of other fp8 layers"):
+        restored(tmp_path, tx, other, fresh=("z/*", "b/*"))
+    found = restored(tmp_path, tx, other, fresh=("z/*", "b/*", "*amax_states*"))
+    assert not any(x.amax_history.any() for x in optax.tree.get(found.opt_state, "amax_states"))
+    assert_moved(found.params["a"], params["a"])
+
+
+# What is refused
+
+
+def test_what_cannot_be_saved_is_refused_before_it_is_written(tmp_path):
+    w = jnp.ones(2)
+    gone = jnp.ones(2)
+    gone.delete()
+    with checkpoint.manager(tmp_path / "run") as steps:
+        good = {"params": {"w": w}, "opt_state": ()}
+        for told, wrong in (
+            ("params/w was deleted, by a step that it was donated to", {"params": {"w": gone}}),
+            ("holds arrays and numbers; got 'text' at note", {"extra": {"note": "text"}}),
+            ("holds arrays and numbers; got .* at note", {"extra": {"note": 2**70}}),
+            (r"no array without elements; got shape \(0, 3\) at params/w", {"params": {"w": jnp.ones((0, 3))}}),
+            ("metadata= must be what JSON gives back", {"metadata": {"a": (1, 2)}}),
+            ("metadata= must be what JSON gives back", {"metadata": {1: "a"}}),
+            ("metadata= must be what JSON gives back", {"metadata": {"a": w}}),
+            ("metadata= must be what JSON gives back", {"metadata": {"a": float("nan")}}),
+        ):
+            with pytest.raises(ValueError, match=told):
+                checkpoint.save(steps, 0, **good | wrong)
+        with pytest.raises(TypeError):
+            checkpoint.save(steps, 1.5, **good)  # pyright: ignore
+        assert steps.all_steps() == []
+        assert checkpoint.save(steps, np.int64(4), **good)
+        for step in (4, 3):
+            with pytest.raises(ValueError, match=f"rising order; got {step}, and the newest in .*run is 4"):
+                checkpoint.save(steps, step, **good)
+        with pytest.raises(ValueError, match=r"run has no complete step 9; it has \[4\]"):
+            checkpoint.restore(steps, None, params={"w": w}, step=9)
+        steps.delete(4)
+        assert checkpoint.save(steps, 3, **good)
+    for reader, told in ((steps, "it is closed"), (checkpoint.manager(tmp_path / "run", read_only=True), "read_only")):
+        with pytest.raises(ValueError, match=f"a step needs a manager that writes; .*{told}"):
+            checkpoint.save(reader, 8, **good)
+    with checkpoint.manager(tmp_path / "empty") as steps, pytest.raises(ValueError, match="no complete step None"):
+        checkpoint.restore(steps, None, params={"w": w})
+
+
+def test_options_are_those_of_orbax(tmp_path):
+    params = {"w": jnp.ones(2)}
+    with checkpoint.manager(tmp_path, save_interval_steps=2, max_to_keep=2) as steps:
+        done = [checkpoint.save(steps, i, params=params, opt_state=()) for i in range(8)]
+        steps.wait_until_finished()
+        assert done == [True, False] * 4 and steps.all_steps() == [4, 6]
+    with checkpoint.manager(tmp_path, read_only=True) as reader, checkpoint.manager(tmp_path) as steps:
+        assert checkpoint.restore(reader, None, params=params).step == 6
+        checkpoint.save(steps, 9, params=params, opt_state=())
+        steps.wait_until_finished()
+        assert checkpoint.restore(reader, None, params=params).step == 9  # what another process saved meanwhile
+
+
+# Damage
+
+
+def flip(file, at):
+    data = bytearray(file.read_bytes())
+    data[at] ^= 4
+    file.write_bytes(data)
+
+
+def test_a_flipped_bit_is_named_by_its_leaf(tmp_path):
+    params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(256, 256)), jnp.float32), "b": jnp.ones(3)}
+    for step in (1, 2):
+        saved(tmp_path, params, step=step)
+    file = max((tmp_path / "2" / "state").rglob("*"), key=lambda x: x.stat().st_size)
+    flip(file, file.stat().st_size // 2)
+    told = r"step 2 in .* cannot be read: (1 leaves are not what was saved: params.w|.*)\. Other steps there: \[1\]"
+    with pytest.raises(ValueError, match=told):
+        restored(tmp_path, None, params)
+    assert restored(tmp_path, None, params, step=1).step == 1
+
+
+def test_a_record_that_is_damaged_or_not_there_is_an_error(tmp_path):
+    params = {"w": jnp.ones(3)}
+    saved(tmp_path, params, metadata={"run": "abc"})
+    (record,) = [x for x in (tmp_path / "1" / "jaxmp").rglob("*") if x.is_file() and b"abc" in x.read_bytes()]
+    text = record.read_text()
+    for damaged in (text.replace("abc", "abd"), text[:-4], "{}", "[]"):
+        record.write_text(damaged)
+        with checkpoint.manager(tmp_path, read_only=True) as steps:
+            for read in (checkpoint.read_metadata, functools.partial(checkpoint.restore, tx=None, params=params)):
+                with pytest.raises(ValueError, match="steps must be whole, and saved by jaxmp.checkpoint.save"):
+                    read(steps)
+    shutil.rmtree(tmp_path / "1" / "jaxmp")
+    with pytest.raises(ValueError, match="steps must be whole, and saved by jaxmp.checkpoint.save"):
+        restored(tmp_path, None, params)
+
+
+def test_what_is_saved_here_is_read_by_orbax(tmp_path):
+    tx, params, opt_state, _ = job("fp16")
+    saved(tmp_path, params, opt_state)
+    with ocp.CheckpointManager(tmp_path) as plain:
+        with warnings.catch_warnings(action="ignore"):
+            found = plain.restore(1, args=ocp.args.Composite(state=ocp.args.PyTreeRestore()))
+    assert_moved(found["state"]["params"], on_host(params))
+    with ocp.CheckpointManager(tmp_path / "alone") as plain:
+        plain.save(3, args=ocp.args.Composite(state=ocp.args.PyTreeSave({"params": params, "opt_state": opt_state})))
+    with pytest.raises(ValueError, match="step 3 in .*alone cannot be read"):
+        restored(tmp_path / "alone", tx, params)
+
+
+@pytest.mark.thorough(0)
+@pytest.mark.parametrize("cases", [8, pytest.param(1000, marks=pytest.mark.thorough(0))])
+def test_no_damage_is_restored_in_silence(cases, tmp_path):
+    """Flipped bits, files cut off, zeros, deleted files: an error, or what was saved; and no flood of tracebacks."""
+    script = ROOT / "tests" / "support" / "corruption.py"
+    command = [sys.executable, str(script), "--cases", str(cases), "--json", str(tmp_path / "out")]
+    ended = subprocess.run(command, env=compiled_quickly(os.environ), capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    record = json.loads((tmp_path / "out").read_text())
+    assert record["silently_wrong"] == 0 and record["other_errors"] == []
+    assert sum(record["outcomes"].values()) == cases
+    assert sum(n for what, n in record["outcomes"].items() if "an error" in what) >= cases // 2
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(ImportError, match=r"pip install 'jaxmp\[checkpoint\]'"):
+        checkpoint.manager(tmp_path)
+
+
+IN_A_BUCKET = """
+import fsspec, jax.numpy as jnp, os, optax
+import jaxmp
+from jaxmp import checkpoint
+
+url, tx = "gs://a-bucket/runs/1", jaxmp.mixed_precision(optax.adam(1e-3), "bf16")
+params = {"w": jnp.arange(8.0, dtype=jnp.bfloat16)}
+with checkpoint.manager(url, max_to_keep=2) as steps:
+    for i in range(3):
+        checkpoint.save(steps, i, params=params, opt_state=tx.init(params), extra={"n": i})
+    found = checkpoint.restore(steps, tx, params=params, extra={"n": 0})
+    assert (found.step, found.extra) == (2, {"n": 2}) and jnp.array_equal(found.params["w"], params["w"])
+    files = fsspec.filesystem("gcs").store
+    arrays = [name for name in files if name.startswith("/a-bucket/runs/1/2/state/d/")]
+    files[max(arrays, key=lambda name: len(files[name].getvalue()))].getbuffer()[40] ^= 4
+    try:
+        checkpoint.restore(steps, tx, params=params)
+    except ValueError as e:
+        assert "step 2" in str(e) and "Other steps there: [1]" in str(e), e
+    else:
+        raise AssertionError("a damaged step was restored")
+del files["/a-bucket/runs/1/2/commit_success.txt"]  # as of a job that was killed while it saved
+with checkpoint.manager(url) as steps:
+    assert checkpoint.restore(steps, tx, params=params).step == 1
+assert os.listdir(".") == []
+"""
+
+
+def test_a_bucket_holds_steps_with_records_and_digests(tmp_path):
+    """Of a storage in memory: Orbax writes arrays by tensorstore, over HTTP, and all else by fsspec."""
+    script = tmp_path / "job.py"
+    script.write_text(IN_A_BUCKET)
+    (tmp_path / "empty").mkdir()
+    command = [sys.executable, str(ROOT / "tests" / "support" / "fake_gcs.py"), str(script)]
+    env = compiled_quickly(os.environ) | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    ended = subprocess.run(command, env=env, cwd=tmp_path / "empty", capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
