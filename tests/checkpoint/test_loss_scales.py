@@ -86,13 +86,14 @@ def test_a_used_up_scale_still_counts_as_one_that_moves():
         ({"scale": [1.0], "growth_tracker": 1}, "hysteresis_tracker has missing"),
         ({"scale": [0.0], "growth_tracker": 1, "hysteresis_tracker": 2}, "positive and finite; got 0"),
         ({"scale": [1.0, 2.0], "growth_tracker": 1, "hysteresis_tracker": 2}, "scale has 2"),
+        (TORCH | {"scale": [1.0, 2.0]}, "scale has 2"),
         (TORCH | {"scale": float("inf")}, "positive and finite; got inf"),
         ({"scale": 2.0}, "without growth_factor"),
         ({}, "an empty dict"),
         ({"fin_steps": 3}, "scale has missing"),
         (3.0, "got 3.0"),
     ],
-    ids=["megatron", "zero", "two", "inf", "torch", "empty", "flax", "number"],
+    ids=["megatron", "zero", "two", "torch two", "inf", "torch", "empty", "flax", "number"],
 )
 def test_what_is_no_loss_scale(saved, message):
     with pytest.raises(ValueError, match=message):

@@ -234,7 +234,7 @@ def test_layers_may_be_called_as_moments():
             r"must have exp_avg_sq; got \['exp_avg', 'step'\]",
         ),
         (lambda s: s["optimizer"]["state"][0].update(exp_avg=np.ones(2)), GROUPS, "exp_avg of a has"),
-        (lambda s: s["optimizer"]["state"].pop(2), GROUPS, r"must have 2; got \[0, 1\]"),
+        (lambda s: s["optimizer"]["state"].pop(2), GROUPS, r"that of its param_groups; got \[0, 1\]"),
         (lambda s: s["optimizer"]["state"][0].update(step=8), GROUPS, r"have the same step; .* have \[7, 8\]"),
         (lambda s: s["optimizer"].pop("param_groups"), GROUPS, "must have param_groups"),
         (

@@ -172,7 +172,7 @@ def test_what_does_not_fit(tmp_path):
     with pytest.raises(ValueError, match="needs its own name; got 'x' for mlp/"):
         save_safetensors(path, {"mlp": PARAMS["mlp"]}, rename=lambda name: "x")
     safetensors.numpy.save_file({"k": np.ones((2, 2), ml_dtypes.float8_e4m3fn)}, tmp_path / "bare")
-    with pytest.raises(ValueError, match="one scale, or one for each row; k has 0 of them"):
+    with pytest.raises(ValueError, match="k is in fp8, so k_scale must be one float, or one for each row"):
         load_safetensors(tmp_path / "bare", {"k": jnp.ones((2, 2))})
 
 
@@ -224,6 +224,36 @@ def test_dtypes_and_names_that_nobody_can_guess_are_named(tmp_path):
         path = raw_file(tmp_path / code, w=(code, [4], nbytes))
         with pytest.raises(ValueError, match=code):  # as one that is not read, or as one that is no format at all
             load_safetensors(path, {"w": jnp.ones(4)})
+
+
+def test_what_is_not_finite_stays_so_and_what_is_too_large_becomes_the_largest(tmp_path):
+    x = np.array([np.inf, -np.inf, np.nan, 1e6, -1e6, 65504.0], np.float32)
+    save_safetensors(tmp_path / "w", {"b": x}, dtype=jnp.float16)
+    expected = np.array([np.inf, -np.inf, np.nan, 65504, -65504, 65504], np.float16)
+    np.testing.assert_array_equal(load_safetensors(tmp_path / "w", {"b": expected})["b"], expected)
+    save_safetensors(tmp_path / "w", {"b": x}, dtype=jnp.float32)
+    np.testing.assert_array_equal(load_safetensors(tmp_path / "w", {"b": jnp.asarray(expected)})["b"], expected)
+    safetensors.numpy.save_file({"b": np.array([1e300, 0.1])}, tmp_path / "w")
+    largest = np.array([np.finfo(np.float32).max, 0.1], np.float32)
+    assert_moved(load_safetensors(tmp_path / "w", {"b": jnp.zeros(2)})["b"], largest)
+    assert_moved(load_safetensors(tmp_path / "w", {"b": np.zeros(2)})["b"], np.array([1e300, 0.1]))
+
+
+def test_integers_of_64_bits_and_numbers_go_out_as_they_are(tmp_path):
+    save_safetensors(tmp_path / "w", {"n": np.array([2**40]), "one": 3})
+    found = load_safetensors(tmp_path / "w", {"n": np.array([0]), "one": np.int64(0)})
+    assert found["n"].tolist() == [2**40] and found["n"].dtype == np.int64 and int(found["one"]) == 3
+    with pytest.raises(ValueError, match="safetensors holds tensors of .*; got complex64 at c"):
+        save_safetensors(tmp_path / "w", {"c": jnp.ones(2, jnp.complex64)})
+
+
+def test_a_scale_of_a_kernel_has_a_name_of_its_own(tmp_path):
+    params = {"d": {"kernel": jnp.full((2, 2), 3.0), "kernel_scale": jnp.float32(5)}}
+    with pytest.raises(ValueError, match="needs its own name; got 'd.kernel_scale'"):
+        save_safetensors(tmp_path / "w", params, dtype=jnp.float8_e4m3fn)
+    safetensors.numpy.save_file({"d.kernel": np.ones((2, 2)), "d.kernel_scale": np.ones(2)}, tmp_path / "w")
+    with pytest.raises(ValueError, match="d.kernel_scale is not in it"):  # nothing was multiplied by it
+        load_safetensors(tmp_path / "w", {"d": {"kernel": jnp.ones((2, 2))}})
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])

@@ -28,7 +28,7 @@ from flax.core import meta
 
 from jaxmp._src.base.warn import warn
 
-_IN_A_BOX = frozenset({"remainder16", "remainder8", "codes", "scales"})  # what an optimizer puts in place of its array
+PARTS = frozenset({"remainder16", "remainder8", "codes", "scales"})  # what an optimizer puts in place of an array
 
 
 def path_str(path: Iterable[Any]) -> str:
@@ -51,7 +51,7 @@ def keys_of(path: Iterable[Any]) -> tuple[Key, ...]:
     keys = [Key(name_of(key), isinstance(key, jax.tree_util.GetAttrKey)) for key in path]
     kept: list[Key] = []
     for key in reversed(keys):
-        ends = all(other.name in _IN_A_BOX for other in kept)
+        ends = all(other.name in PARTS for other in kept)
         if not (key.name == "value" and ends and key.is_field):
             kept.append(key)
     return tuple(kept[::-1])
@@ -228,6 +228,20 @@ def leaves_by_names(tree: Any) -> dict[tuple[str, ...], Any]:
     if len(found) < len(leaves):
         leaves_by_path(tree)  # an error that names the two
     return found
+
+
+def nested(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """Dicts of dicts, of leaves by the levels of their paths."""
+    tree: dict[str, Any] = {}
+    for names, x in leaves.items():
+        functools.reduce(lambda node, name: node.setdefault(name, {}), names[:-1], tree)[names[-1]] = x
+    return tree
+
+
+def filled(like: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
+    """`like` with the values by the levels of their paths, and its own leaf where there is none."""
+    found = [values.get(names, x) for names, x in leaves_by_names(like).items()]
+    return jax.tree.structure(like).unflatten(found)
 
 
 def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:

@@ -72,6 +72,8 @@ def convert(
     argument_kinds.check("convert(opt_state, params, to=, policy=)", **given)
     policy, opt_state, old = get_policy(policy), nnx.as_pure(opt_state), tree_paths.leaves_by_path(params)
     full = states.get_master_params(opt_state, params)
+    if wrong := tree_paths.first_of_other_shape(full, params):
+        raise ValueError(f"params and opt_state are of one job; {wrong[0]} has {wrong[2]}, its master {wrong[1]}.")
     full = full if like is None else _moved("params", full, like)
     with warnings.catch_warnings(action="ignore"):
         made, halves = split_exactly(to.init(full), tree_paths.leaves_by_path(full))

@@ -44,9 +44,7 @@ def import_loss_scale(saved: Any, *, loss_scale: dynamic.DynamicLossScale | None
     if hasattr(saved, "fin_steps"):
         saved = {name: getattr(saved, name, default) for name, default in _OF_FLAX.items()}
     if not isinstance(saved, Mapping):
-        raise ValueError(
-            f"a loss scale is a state dict of torch or Megatron, or flax's DynamicScale; got {saved!r:.80}."
-        )
+        raise ValueError(f"a loss scale is a state dict of torch or Megatron, or flax's scale; got {saved!r:.80}.")
     if "fin_steps" in saved:
         flax: Any = {k: None if x is None else np.asarray(x).item() for k, x in {**_OF_FLAX, **saved}.items()}
         rule = {name: flax[name] for name in ("growth_factor", "backoff_factor")}
@@ -55,7 +53,10 @@ def import_loss_scale(saved: Any, *, loss_scale: dynamic.DynamicLossScale | None
         return _at(loss_scale or rule, saved, ("scale", "fin_steps"))
     if "growth_tracker" in saved or "hysteresis_tracker" in saved:
         return _at(loss_scale or preset("megatron"), saved, _MEGATRON)
-    found = torch_state.from_state_dict(loss_scale or preset("torch"), dict(saved))
+    if wrong := [name for name, x in saved.items() if np.size(x) != 1]:
+        raise ValueError(f"a loss scale has a number for each entry; {wrong[0]} has {np.size(saved[wrong[0]])}.")
+    numbers = {name: np.asarray(x).item() for name, x in saved.items()}
+    found = torch_state.from_state_dict(loss_scale or preset("torch"), numbers)
     _check_positive(found.loss_scale)
     return found
 

@@ -40,10 +40,8 @@ def import_megatron(
 
     Returns:
       `(params, opt_state)`: the masters, moments, counts and loss scale that were saved, params rounded from masters.
-      It warns of an old key, of a `grad_scaler` that is missing or not used, and of values that Megatron has not.
-
-    Raises:
-      ValueError: an entry, a group or a param that is missing or left over; another shape; several step counts.
+      It warns of an old key, of a `grad_scaler` that is missing or not used, and of values that Megatron has not; what
+      is missing, left over or of another shape is a ValueError.
 
     Example:
       >>> import jaxmp
@@ -63,6 +61,8 @@ def import_megatron(
     masters = _entry(state_dict, "fp32_from_fp16_params", "fp32_from_fp16")
     numbers = [list(group["params"]) for group in _entry(optimizer, "param_groups")]
     leaves, each = tree_paths.leaves_by_path(params), _entry(optimizer, "state")
+    if {*each} != {n for group in numbers for n in group}:
+        raise ValueError(f"Megatron's state must be that of its param_groups; got {[*each]} for the params {numbers}.")
     if groups is None:
         by_shape: Any = {np.shape(x): path for path, x in leaves.items()}
         shapes = {n: next((np.shape(x) for k, x in each[n].items() if k in _MOMENTS.values()), None) for n in each}

@@ -50,6 +50,7 @@ def save_safetensors(
       params: the weights: `jaxmp.get_master_params(opt_state, params)`, or an average of them. All processes of a job
         call it; the first one writes.
       dtype: of floats: float32, bfloat16, float16; float8_e4m3fn for kernels with a scale each, the rest in bfloat16.
+        Finite values beyond its range become the largest.
       layout: `"flax"` or `"torch"`.
       keep: path patterns of kernels that stay bfloat16 in an fp8 file (`"*lm_head*"`).
       rename: from the name that `layout` gives a tensor to the one to write: `lambda name: "model." + name`.
@@ -70,16 +71,20 @@ def save_safetensors(
     argument_kinds.check("save_safetensors(path, params)", params=("params", params))
     if jnp.dtype(dtype).name not in _WRITTEN:
         raise ValueError(f"dtype must be one of {', '.join(_WRITTEN)}; got {jnp.dtype(dtype)}.")
-    if not isinstance(max_shard_size, int | None):
+    if max_shard_size is not None and not (isinstance(max_shard_size, int) and max_shard_size > 0):
         raise ValueError(f"max_shard_size= is a number of bytes; got {max_shard_size!r}.")
     in_fp8 = jnp.dtype(dtype) == _FP8
     weights = {at: x for at, x in tree_paths.leaves_by_path(params).items() if not scale_leaves.is_scale(at)}
+    weights = {at: x if hasattr(x, "dtype") else np.asarray(x) for at, x in weights.items()}
     names = {at: rename(_name(at, layout)) for at in weights}
     tree_paths.warn_of_idle("save_safetensors(keep=)", keep, weights, of="param")
     narrow = {at for at, x in weights.items() if in_fp8 and _is_kernel(at, x) and not tree_paths.matches(at, keep)}
+    written = [*names.values(), *(f"{names[at]}_scale" for at in narrow)]
     for at, x in weights.items():
-        if list(names.values()).count(names[at]) > 1:
+        if written.count(names[at]) > 1:
             raise ValueError(f"each tensor needs its own name; got {names[at]!r} for {at} and for another leaf.")
+        if x.dtype.name not in {np.dtype(dtype).name for dtype in _READ.values()}:
+            raise ValueError(f"safetensors holds tensors of {', '.join(_READ)}; got {x.dtype} at {at}.")
         if stored_kernels.is_stored(x):
             raise ValueError(f"weights are written, not kernels in fp8; got one at {at}. Pass get_master_params(...).")
         if layout == "torch" and _is_kernel(at, x) and x.ndim == 3:
@@ -92,13 +97,12 @@ def save_safetensors(
         value = np.asarray(value)
         value = np.moveaxis(value, (-1, -2), (0, 1)) if layout == "torch" and _is_kernel(at, value) else value
         if at not in narrow:
-            wanted = jnp.bfloat16 if in_fp8 else dtype
-            return {names[at]: np.asarray(casting.cast_float(jnp.asarray(value), wanted, saturate=True))}
+            return {names[at]: _rounded(value, jnp.bfloat16 if in_fp8 else dtype)}
         value = value.astype(np.float32)
         scale = np.maximum(np.max(np.abs(value), initial=0) / np.float32(448), np.finfo(np.float32).tiny)
         if not np.isfinite(scale):
             raise ValueError(f"a kernel in fp8 has one scale, which an inf or a NaN takes from all; got one at {at}.")
-        return {names[at]: np.asarray(casting.saturating_cast(value / scale, _FP8)), f"{names[at]}_scale": scale[()]}
+        return {names[at]: _rounded(value / scale, _FP8), f"{names[at]}_scale": scale}
 
     itemsize = 2 if in_fp8 else jnp.dtype(dtype).itemsize
     path, files, left = pathlib.Path(path), [[]], max_shard_size or 0
@@ -162,8 +166,7 @@ def load_safetensors(
       ...     load_safetensors(folder, params)["Dense_0"]["kernel"].shape
       (2, 3)
     """
-    path = pathlib.Path(path)
-    found = _in_folder(path) if path.is_dir() else _in_file(path)
+    found = _in_folder(path) if (path := pathlib.Path(path)).is_dir() else _in_file(path)
     left = set(found)
 
     def take(at: str, x: Any) -> Any:
@@ -173,26 +176,26 @@ def load_safetensors(
         if name not in found:
             there = ", ".join(sorted(found)[:4])
             raise ValueError(f"{path} must have a tensor for each param; {name} ({at}) is not among {there}, ...")
-        left.difference_update({name, f"{name}_scale", f"{name.rpartition('.')[0]}.input_scale".lstrip(".")})
+        left.discard(name)
         value = found[name]
         if value.dtype in (_FP8, jnp.float8_e5m2):
+            left.difference_update({f"{name}_scale", f"{name.rpartition('.')[0]}.input_scale".lstrip(".")})
             scale = found.get(f"{name}_scale", np.zeros(0))
-            if scale.size != 1 and (scale.size != value.shape[0] or scale.shape[0] != value.shape[0]):
-                raise ValueError(
-                    f"a tensor in fp8 has one scale, or one for each row; {name} has {scale.size} of them."
-                )
+            is_fitting = scale.size == 1 or (scale.size == value.shape[0] == scale.shape[0])
+            if not (is_fitting and casting.is_float(scale) and np.all((scale >= 0) & np.isfinite(scale))):
+                raise ValueError(f"{name} is in fp8, so {name}_scale must be one float, or one for each row.")
             value = value.astype(np.float32) * scale.astype(np.float32).reshape(-1, *[1] * (value.ndim - 1))
         value = np.moveaxis(value, (0, 1), (-1, -2)) if layout == "torch" and _is_kernel(at, value) else value
         if value.shape != tuple(x.shape):
             raise ValueError(f"{path} must fit the model; {name} has shape {value.shape}, expected {x.shape} at {at}.")
         if casting.is_float(x) and casting.is_float(value):
-            value = np.asarray(casting.cast_float(jnp.asarray(value), x.dtype, saturate=True))
+            value = _rounded(value, x.dtype)
         elif casting.is_float(x) or casting.is_float(value) or not np.array_equal(value, value.astype(x.dtype)):
             raise ValueError(f"{path} must fit the model; {name} is {value.dtype}, expected {x.dtype} at {at}.")
-        sharding = shardings.chosen(x)
-        if sharding is None:
-            return jnp.array(value, x.dtype)
-        return jax.make_array_from_callback(value.shape, sharding, value.astype(x.dtype).__getitem__)
+        sharding, value = shardings.chosen(x), value.astype(x.dtype)
+        if sharding is None:  # 64 bits, which jax may shorten, stay with NumPy
+            return jnp.array(value) if jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype else value
+        return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
 
     loaded = tree_paths.map_with_path(take, like)
     if strict and left:
@@ -235,6 +238,14 @@ def _in_file(path: pathlib.Path) -> dict[str, np.ndarray]:
         start, end = (begin + at for at in x["data_offsets"])
         found[name] = data[start:end].view(_READ[x["dtype"]]).reshape(x["shape"])
     return found
+
+
+def _rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
+    """Floats in another dtype; finite ones beyond its range become the largest, as a policy casts params."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == dtype:
+        return x
+    wide, largest = x.astype(x.dtype if x.dtype.itemsize > 2 else np.float32), float(jnp.finfo(dtype).max)
+    return np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(dtype)
 
 
 def _is_kernel(path: str, x: Any) -> bool:

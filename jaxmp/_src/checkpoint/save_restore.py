@@ -6,12 +6,8 @@ comparison by name before an array is read, and a digest of each leaf.
 """
 
 import functools
-import gc
 import json
-import logging
 import operator
-import sys
-import time
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -25,14 +21,16 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxmp._src.base import optional, tree_paths
+from jaxmp._src.base import optional, tasks, tree_paths
 from jaxmp._src.devices import digests, shardings
 from jaxmp._src.distributed import param_layout
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.guard import argument_kinds
-from jaxmp._src.step import state_arrays
+from jaxmp._src.step import state as states, state_arrays
 
 _Names = tuple[str, ...]
+_SAVED = "bool int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64".split()
+_SAVED += "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz complex64 complex128".split()
 _VERSIONS = ("jaxmp", "jax", "flax", "optax", "orbax-checkpoint")
 
 
@@ -128,14 +126,12 @@ def save(
     step, extra, newest = operator.index(step), _checked_extra(extra), manager.latest_step()
     if why_not := getattr(manager, "why_not", ""):
         raise ValueError(f"a step needs a manager that writes; got one of {manager.directory}, and {why_not}.")
-    if newest is not None and step <= newest:  # Orbax would skip it in silence
+    if step < 0 or (newest is not None and step <= newest):  # Orbax would lose it in silence
         there = f"the newest in {manager.directory} is {newest}; delete the later ones first (manager.delete)"
-        raise ValueError(f"steps must be saved in rising order; got {step}, and {there}.")
+        raise ValueError(f"steps must be saved in rising order, from 0 on; got {step}, and {there}.")
     about = json.loads(json.dumps(dict(metadata or {}), default=repr))
     if about != (metadata or {}):
-        raise ValueError(
-            f"metadata= must be what JSON gives back, {about!r:.90}; got {metadata!r:.90}. Arrays: extra=."
-        )
+        raise ValueError(f"metadata= must be what JSON gives back, {about!r:.80}; got {metadata!r:.80}.")
     if not manager.should_save(step):
         return False
     if layout is not None:
@@ -143,13 +139,15 @@ def save(
     leaves = tree_paths.leaves_by_names({"params": params, "opt_state": opt_state, **extra})
     filed: dict[str, _Names] = {}
     for names, x in leaves.items():
-        path, dtype = "/".join(names), x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+        path = "/".join(names)
         if isinstance(x, jax.Array) and x.is_deleted():
             raise ValueError(f"{path} was deleted, by a step that it was donated to: save what the step returned.")
-        if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, np.bool_, jax.dtypes.prng_key)):
-            raise ValueError(
-                f"a checkpoint holds arrays and numbers; got {x!r:.80} at {path}. Put text into metadata=."
-            )
+        is_array = isinstance(x, jax.Array | np.ndarray | np.generic) or type(x) in (bool, int, float, complex)
+        dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+        is_saved = jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype.name in _SAVED and dtype.isnative)
+        if not is_array or not is_saved:
+            what = f"got {x!r:.80} at {path}. Put text into metadata="
+            raise ValueError(f"a checkpoint holds arrays and numbers, of dtypes that Orbax saves; {what}.")
         if 0 in np.shape(x):
             raise ValueError(f"Orbax saves no array without elements; got shape {np.shape(x)} at {path}. Leave it out.")
         if (other := filed.setdefault(".".join(names), names)) != names:  # as Orbax names its files
@@ -164,9 +162,10 @@ def save(
         "digests": digests.of_leaves({".".join(names): x for names, x in arrays.items()}),
         "keys": {".".join(names): str(jax.random.key_impl(x)) for names, x in keys.items()},
         "fp8_scales": scale_leaves.paths_of(params),
+        "loss_scales": _loss_scales_of(opt_state),
     }
     record["crc"] = _crc(record)
-    items = ocp.args.Composite(state=ocp.args.PyTreeSave(_nested(arrays)), jaxmp=ocp.args.JsonSave(record))
+    items = ocp.args.Composite(state=ocp.args.PyTreeSave(tree_paths.nested(arrays)), jaxmp=ocp.args.JsonSave(record))
     return manager.save(step, args=items)
 
 
@@ -210,8 +209,7 @@ def restore(
       layout: the layout that pads `params` (`jaxmp.fsdp.layout_of`), if the step was saved with one.
 
     Returns:
-      A `Restored`: `step`, `params`, `opt_state` (None without `tx`), `extra`, and `fresh`, the paths of leaves that
-      are not from the checkpoint.
+      A `Restored`: `step`, `params`, `opt_state` (or None), `extra`, and `fresh`, the paths that started fresh.
 
     Raises:
       ValueError: no such step; a leaf that is missing, left over, or of another shape or dtype, by path, before an
@@ -254,17 +252,22 @@ def restore(
         if not _refused(saved, like, same_layers, patterns)[0]:
             break
     refused, missing = _refused(saved, like, same_layers, patterns)
+    if tx is not None and not refused and record["loss_scales"] != (kinds := _loss_scales_of(like["opt_state"])):
+        refused = f"opt_state has a loss scale of {record['loss_scales']} in the checkpoint and {kinds} in the job"
     if refused:
-        how = (
-            "Name in fresh= what may differ; for another precision restore with the optimizer that saved, then convert"
-        )
+        how = "In another precision, or with another loss scale, restore with the optimizer that saved, then convert"
         raise ValueError(f"a checkpoint must be of this model and this optimizer; {refused}. {how}.")
+    if tx is not None and any(names[0] == "params" for names in missing):
+        # A param that starts fresh has no state of before, also where a shape is the same by chance.
+        owners = {path: names for names, path in _paths("params", given).items()}
+        owner = {n: shardings.owner_of(path, owners) for n, path in _paths("opt_state", like["opt_state"]).items()}
+        missing += [n for n, path in owner.items() if path is not None and owners[path] in missing and n not in missing]
     wanted = tree_paths.leaves_by_names(like)
 
     # The arrays, with the shardings that are wanted; what has none passes through NumPy, and stays free to move.
     taken = {names: _how(ocp, wanted[names], raw[names]) for names in saved if names in wanted and names not in missing}
     skipped = (ocp.PLACEHOLDER, ocp.RestoreArgs())
-    item, how = (_nested({names: taken.get(names, skipped)[i] for names in raw}) for i in range(2))
+    item, how = (tree_paths.nested({names: taken.get(names, skipped)[i] for names in raw}) for i in range(2))
     items = ocp.args.Composite(state=ocp.args.PyTreeRestore(item=item, restore_args=how))
     found = tree_paths.leaves_by_names(_read(manager, step, lambda: manager.restore(step, args=items)["state"]))
     free = [n for n in taken if isinstance(found[n], np.ndarray) and not _is_wide(found[n])]
@@ -276,13 +279,16 @@ def restore(
     values = {names: _as_wanted("/".join(names), wanted[names], x) for names, x in arrays.items()}
 
     if tx is not None and any(names[0] == "opt_state" for names in missing):
-        begun = jax.tree.map(lambda x, s: x.astype(s.dtype), _filled({"params": given}, values)["params"], start)
+        begun = jax.tree.map(
+            lambda x, s: x.astype(s.dtype), tree_paths.filled({"params": given}, values)["params"], start
+        )
         with warnings.catch_warnings(action="ignore"):
             state = tree_paths.leaves_by_names({"opt_state": jax.jit(tx.init)(begun)})
         values |= {n: jax.device_put(state[n], wanted[n].sharding) for n in missing if n in state}
-    made = _filled(like, values)
-    job = made.pop("params"), made.pop("opt_state", None)
-    new_params, opt_state = state_arrays.own_buffers(job, foreign=params)
+    made = tree_paths.filled(like, values)
+    leaves, treedef = jax.tree.flatten((made.pop("params"), made.pop("opt_state", None)))
+    own = iter(state_arrays.own_buffers([x for x in leaves if isinstance(x, jax.Array)], foreign=params))
+    new_params, opt_state = treedef.unflatten([next(own) if isinstance(x, jax.Array) else x for x in leaves])
     if layout is not None:
         new_params = jax.device_put(param_layout.pad(new_params, layout), layout.shardings)
         if tx is not None:
@@ -291,18 +297,14 @@ def restore(
     return Restored(step, new_params, opt_state, made, tuple(map("/".join, missing)))
 
 
-def _nested(leaves: Mapping[_Names, Any]) -> dict[str, Any]:
-    """Dicts of dicts by name."""
-    tree: dict[str, Any] = {}
-    for names, x in leaves.items():
-        functools.reduce(lambda node, name: node.setdefault(name, {}), names[:-1], tree)[names[-1]] = x
-    return tree
+def _paths(name: str, tree: PyTree) -> dict[_Names, str]:
+    leaves = zip(tree_paths.leaves_by_names({name: tree}), jax.tree_util.tree_leaves_with_path(tree), strict=True)
+    return {names: jax.tree_util.keystr(path) for names, (path, _) in leaves}
 
 
-def _filled(like: PyTree, values: Mapping[_Names, Any]) -> Any:
-    """`like` with the values, and its own leaf where there is none."""
-    found = [values.get(names, x) for names, x in tree_paths.leaves_by_names(like).items()]
-    return jax.tree.structure(like).unflatten(found)
+def _loss_scales_of(opt_state: Any) -> list[str]:
+    kinds: Any = (states.LossScaleState, states.CustomLossScaleState)
+    return [type(x).__name__.removesuffix("State") for x in states.find(opt_state, kinds)]
 
 
 def _checked_extra(extra: Any) -> dict[str, Any]:
@@ -325,7 +327,8 @@ def _step_of(manager: Any, step: int | None) -> int:
         manager.reload()  # another process may have saved since
     found = manager.latest_step() if step is None else operator.index(step)
     if found is None or found not in manager.all_steps():
-        raise ValueError(f"{manager.directory} has no complete step {found}; it has {manager.all_steps()}.")
+        what = "" if step is None else f" {step}"
+        raise ValueError(f"{manager.directory} has no complete step{what}; it has {manager.all_steps() or 'none'}.")
     return found
 
 
@@ -339,23 +342,10 @@ def _record(manager: Any, step: int) -> dict[str, Any]:
 
 
 def _read(manager: Any, step: int, read: Callable[[], Any]) -> Any:
-    """`read()`; one error in place of the pages that Python shows of a damaged file: one for each task that reads."""
-    log, hooks = logging.getLogger("asyncio"), (sys.unraisablehook, sys.excepthook)
-    is_other = lambda entry: not entry.getMessage().startswith("Task exception was never retrieved")  # noqa: E731
-    log.addFilter(is_other)
-    sys.unraisablehook = sys.excepthook = lambda *_: None
-    try:
-        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
-            try:
-                return read()
-            except Exception as e:
-                why = f"{type(e).__name__}: {str(e).partition(chr(10))[0][:300]}"
-            gc.collect()  # the tasks that failed are freed here,
-            time.sleep(0.2)  # and the reads that were under way end
-    finally:
-        log.removeFilter(is_other)
-        sys.unraisablehook, sys.excepthook = hooks
-    raise _unreadable(manager, step, why)
+    found, why = tasks.first_error(read)
+    if why is not None:
+        raise _unreadable(manager, step, why)
+    return found
 
 
 def _unreadable(manager: Any, step: int, why: str) -> ValueError:
@@ -391,8 +381,12 @@ def _refused(saved: Any, like: PyTree, same_layers: bool, patterns: Sequence[str
         why = _misfit(there, here)
         if why is None and not same_layers and names[0] == "opt_state" and "amax_states" in names:
             why = "has the amaxes of other fp8 layers in the checkpoint than in the job"
-        if why is not None and (why.startswith("is of dtype") or not tree_paths.matches(path, patterns)):
+        of_array = "/".join(names[:-1] if names[-1] in tree_paths.PARTS else names)  # as a pattern names it
+        may_differ = tree_paths.matches(path, patterns) or tree_paths.matches(of_array, patterns)
+        if why is not None and why.startswith("is of dtype"):
             return f"{path} {why}", []
+        if why is not None and not may_differ:
+            return f"{path} {why}; name it in fresh= if it may differ", []
         if why is not None and isinstance(here, jax.ShapeDtypeStruct) and names[0] != "opt_state":
             return f"{path} starts fresh, so it needs a value, and is only described", []
         missing += [names] if why is not None and names in wanted else []
@@ -403,10 +397,11 @@ def _misfit(saved: Any, like: Any) -> str | None:
     """Why a saved leaf cannot be restored as `like`; None: it can."""
     if saved is None or like is None:
         return f"is in the {'job and not in the checkpoint' if saved is None else 'checkpoint and not in the job'}"
-    if saved.shape != np.shape(like):
+    dtype = like.dtype if hasattr(like, "dtype") else np.result_type(type(like))
+    keys = [jnp.issubdtype(x, jax.dtypes.prng_key) for x in (saved.dtype, dtype)]
+    if saved.shape != np.shape(like) and keys[0] == keys[1]:
         hint = "what jaxmp.fsdp padded needs layout= in save and restore; take pmap's replicas off before a save"
         return f"has shape {saved.shape} in the checkpoint and {np.shape(like)} in the job ({hint})"
-    dtype = like.dtype if hasattr(like, "dtype") else np.result_type(type(like))
     # A number of Python is saved with 64 bits, and may come back as an array, or go the other way.
     is_number = saved.shape == () and (not hasattr(like, "dtype") or saved.dtype in (np.int64, np.float64))
     if saved.dtype == dtype or (is_number and getattr(saved.dtype, "kind", "") == getattr(dtype, "kind", None)):
