@@ -104,10 +104,10 @@ def save_safetensors(
             raise ValueError(f"a kernel in fp8 has one scale, which an inf or a NaN takes from all; got one at {at}.")
         return {names[at]: _rounded(value / scale, _FP8), f"{names[at]}_scale": scale}
 
-    itemsize = 2 if in_fp8 else jnp.dtype(dtype).itemsize
+    short = 2 if in_fp8 else jnp.dtype(dtype).itemsize
     path, files, left = pathlib.Path(path), [[]], max_shard_size or 0
     for at, x in weights.items():
-        nbytes = x.size * (1 if at in narrow else itemsize)
+        nbytes = x.size * (1 if at in narrow else short if casting.is_float(x) else x.dtype.itemsize)
         if files[-1] and max_shard_size and nbytes > left:
             files, left = [*files, []], max_shard_size
         files[-1].append(at)
