@@ -37,8 +37,7 @@ def import_loss_scale(saved: Any, *, loss_scale: dynamic.DynamicLossScale | None
       >>> import_loss_scale({"scale": [4096.0], "growth_tracker": 1, "hysteresis_tracker": 2}).loss_scale
       Array(4096., dtype=float32)
 
-    References:
-      torch/amp/grad_scaler.py; megatron/core/optimizer/grad_scaler.py; flax/training/dynamic_scale.py.
+    References: torch/amp/grad_scaler.py; megatron/core/optimizer/grad_scaler.py; flax/training/dynamic_scale.py.
     """
     preset = dynamic.DynamicLossScale.preset
     if hasattr(saved, "fin_steps"):
@@ -49,24 +48,26 @@ def import_loss_scale(saved: Any, *, loss_scale: dynamic.DynamicLossScale | None
         flax: Any = {k: None if x is None else np.asarray(x).item() for k, x in {**_OF_FLAX, **saved}.items()}
         rule = {name: flax[name] for name in ("growth_factor", "backoff_factor")}
         rule |= {"min_scale": flax["minimum_scale"], "max_scale": float(np.finfo(np.float32).max)}
-        rule = preset("torch", growth_interval=flax["growth_interval"] + 1, **rule)
-        return _at(loss_scale or rule, saved, ("scale", "fin_steps"))
+        rule = loss_scale or preset("torch", growth_interval=flax["growth_interval"] + 1, **rule)
+        return _at(rule, *_numbers(saved, ("scale", "fin_steps")), left=int(rule.hysteresis_left))
     if "growth_tracker" in saved or "hysteresis_tracker" in saved:
-        return _at(loss_scale or preset("megatron"), saved, _MEGATRON)
-    if wrong := [name for name, x in saved.items() if np.size(x) != 1]:
-        raise ValueError(f"a loss scale has a number for each entry; {wrong[0]} has {np.size(saved[wrong[0]])}.")
-    numbers = {name: np.asarray(x).item() for name, x in saved.items()}
-    found = torch_state.from_state_dict(loss_scale or preset("torch"), numbers)
-    _check_positive(found.loss_scale)
-    return found
+        return _at(loss_scale or preset("megatron"), *_numbers(saved, _MEGATRON))
+    numbers = dict(zip(saved, _numbers(saved, (*saved,)), strict=True))
+    scale = torch_state.from_state_dict(loss_scale or preset("torch"), numbers)
+    _check_positive(scale.loss_scale)
+    return scale
 
 
-def _at(rule: dynamic.DynamicLossScale, saved: Mapping[str, Any], names: tuple[str, ...]) -> dynamic.DynamicLossScale:
-    """`rule` with the saved scale, count, and rest of the hysteresis."""
+def _numbers(saved: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
+    """The entries of these names, each of which is one number."""
     sizes = {name: np.size(saved.get(name)) if saved.get(name) is not None else "missing" for name in names}
     if wrong := [name for name, size in sizes.items() if size != 1]:
         raise ValueError(f"a loss scale has a number for each of {names}; {wrong[0]} has {sizes[wrong[0]]}.")
-    scale, count, left = (*(np.asarray(saved[name]).item() for name in names), int(rule.hysteresis_left))[:3]
+    return [np.asarray(saved[name]).item() for name in names]
+
+
+def _at(rule: dynamic.DynamicLossScale, scale: float, count: int, left: int) -> dynamic.DynamicLossScale:
+    """`rule` with another scale, count, and rest of the hysteresis."""
     _check_positive(scale)
     left = left if count or left else 1  # 1 and 0 act alike, but counts that are all 0 mean a static scale
     return jax.tree.structure(rule).unflatten([jnp.float32(scale), jnp.int32(count), jnp.int32(left)])

@@ -30,7 +30,7 @@ def import_megatron(
     *,
     groups: Sequence[Sequence[str]] | None = None,
 ) -> tuple[PyTree, Any]:
-    """Makes params and state from Megatron-LM's `Float16OptimizerWithFloat16Params.state_dict()`.
+    """Makes params and state from `Float16OptimizerWithFloat16Params.state_dict()` (core/optimizer/optimizer.py).
 
     Args:
       state_dict: tensors as arrays (`tensor.numpy()`), in our layout and shapes; old keys are read too.
@@ -51,9 +51,6 @@ def import_megatron(
       >>> params, opt_state = import_megatron(saved | {"fp32_from_fp16_params": [[np.float32([1.25])]]}, tx, params)
       >>> jaxmp.get_master_params(opt_state, params)["w"].tolist()
       [1.25]
-
-    References:
-      Megatron-LM, core/optimizer/optimizer.py, `Float16OptimizerWithFloat16Params.load_state_dict`.
     """
     if "optimizer" not in state_dict:
         warn("megatron-import", "this is an old Megatron checkpoint: optimizer_state_dict is read as optimizer.")

@@ -8,6 +8,7 @@ A kernel in fp8 is two tensors, as vLLM and TensorRT-LLM read it: `weight` = rou
 `weight_scale` = max |w| / 448.
 """
 
+import collections
 import json
 import pathlib
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ _FP8 = jnp.dtype(jnp.float8_e4m3fn)
 _WRITTEN = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 _READ = {"F64": "f8", "F32": "f4", "F16": "f2", "BF16": jnp.bfloat16, "F8_E4M3": _FP8, "F8_E5M2": jnp.float8_e5m2}
 _READ |= {"BOOL": "?"} | {f"{kind.upper()}{8 * size}": f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)}
+_NAMES = {np.dtype(dtype).name for dtype in _READ.values()}
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -79,11 +81,11 @@ def save_safetensors(
     names = {at: rename(_name(at, layout)) for at in weights}
     tree_paths.warn_of_idle("save_safetensors(keep=)", keep, weights, of="param")
     narrow = {at for at, x in weights.items() if in_fp8 and _is_kernel(at, x) and not tree_paths.matches(at, keep)}
-    written = [*names.values(), *(f"{names[at]}_scale" for at in narrow)]
+    written = collections.Counter([*names.values(), *(f"{names[at]}_scale" for at in narrow)])
     for at, x in weights.items():
-        if written.count(names[at]) > 1:
+        if written[names[at]] > 1:
             raise ValueError(f"each tensor needs its own name; got {names[at]!r} for {at} and for another leaf.")
-        if x.dtype.name not in {np.dtype(dtype).name for dtype in _READ.values()}:
+        if x.dtype.name not in _NAMES:
             raise ValueError(f"safetensors holds tensors of {', '.join(_READ)}; got {x.dtype} at {at}.")
         if stored_kernels.is_stored(x):
             raise ValueError(f"weights are written, not kernels in fp8; got one at {at}. Pass get_master_params(...).")

@@ -64,27 +64,24 @@ def manager(directory: Any, **options: Any) -> Any:
     path = optional.load("etils.epath", extra="checkpoint").Path(directory)
     reads = {"max_to_keep": None, "save_interval_steps": 0, "create": False}  # Orbax warns of each that it sets itself
     options = (reads if options.get("read_only") else {"max_to_keep": 3}) | options
-    return _manager_class()(
-        path if "://" in str(path) else path.absolute(),
-        options=ocp.CheckpointManagerOptions(**options),
-        item_handlers={"state": ocp.PyTreeCheckpointHandler(), "jaxmp": ocp.JsonCheckpointHandler()},
-    )
 
-
-@functools.cache
-def _manager_class() -> Any:
-    class Manager(optional.load("orbax.checkpoint", extra="checkpoint").CheckpointManager):
+    class Manager(ocp.CheckpointManager):
         """Orbax's manager. `why_not` says why nothing can be saved: Orbax itself would drop the step in silence."""
 
         def __init__(self, *args: Any, options: Any, **kwargs: Any) -> None:
             super().__init__(*args, options=options, **kwargs)
+            self.reads_only = options.read_only
             self.why_not = "it is read_only" if options.read_only else ""
 
         def close(self) -> None:
             self.why_not = "it is closed"
             super().close()
 
-    return Manager
+    return Manager(
+        path if "://" in str(path) else path.absolute(),
+        options=ocp.CheckpointManagerOptions(**options),
+        item_handlers={"state": ocp.PyTreeCheckpointHandler(), "jaxmp": ocp.JsonCheckpointHandler()},
+    )
 
 
 def save(
@@ -146,8 +143,7 @@ def save(
         dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
         is_saved = jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype.name in _SAVED and dtype.isnative)
         if not is_array or not is_saved:
-            what = f"got {x!r:.80} at {path}. Put text into metadata="
-            raise ValueError(f"a checkpoint holds arrays and numbers, of dtypes that Orbax saves; {what}.")
+            raise ValueError(f"leaves must be of dtypes that Orbax saves; got {x!r:.80} at {path}. Text: metadata=.")
         if 0 in np.shape(x):
             raise ValueError(f"Orbax saves no array without elements; got shape {np.shape(x)} at {path}. Leave it out.")
         if (other := filed.setdefault(".".join(names), names)) != names:  # as Orbax names its files
@@ -242,16 +238,17 @@ def restore(
     keys = {names: record["keys"].get(".".join(names)) for names in raw}
     like: dict[str, Any] = {"params": given, **extra}
     asked = {*like} if tx is None else {*like, "opt_state"}
-    saved = {names: jax.ShapeDtypeStruct(x.shape, x.dtype) for names, x in raw.items() if names[0] in asked}
+    saved = {names: _on(x, None) for names, x in raw.items() if names[0] in asked}
     of_keys = {names: functools.partial(jax.random.wrap_key_data, impl=keys[names]) for names in saved if keys[names]}
     saved |= {names: jax.eval_shape(wrap, saved[names]) for names, wrap in of_keys.items()}
     wide = jax.tree.map(lambda x: _on(x, None, jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else None), given)
-    same_layers, start = record["fp8_scales"] == scale_leaves.paths_of(given), given
-    for start in (wide, given):  # plain optax begins with either
+    same_layers, missing = record["fp8_scales"] == scale_leaves.paths_of(given), []
+    for start in (wide, given) if tx is not None else (given,):  # plain optax begins with either
         like |= {} if tx is None else {"opt_state": _state_like(tx, start, given)}
-        if not _refused(saved, like, same_layers, patterns)[0]:
+        wanted = tree_paths.leaves_by_names(like)
+        refused, missing = _compared(saved, wanted, same_layers, patterns)
+        if refused is None:
             break
-    refused, missing = _refused(saved, like, same_layers, patterns)
     if tx is not None and not refused and record["loss_scales"] != (kinds := _loss_scales_of(like["opt_state"])):
         refused = f"opt_state has a loss scale of {record['loss_scales']} in the checkpoint and {kinds} in the job"
     if refused:
@@ -262,16 +259,15 @@ def restore(
         owners = {path: names for names, path in _paths("params", given).items()}
         owner = {n: shardings.owner_of(path, owners) for n, path in _paths("opt_state", like["opt_state"]).items()}
         missing += [n for n, path in owner.items() if path is not None and owners[path] in missing and n not in missing]
-    wanted = tree_paths.leaves_by_names(like)
 
     # The arrays, with the shardings that are wanted; what has none passes through NumPy, and stays free to move.
     taken = {names: _how(ocp, wanted[names], raw[names]) for names in saved if names in wanted and names not in missing}
     skipped = (ocp.PLACEHOLDER, ocp.RestoreArgs())
     item, how = (tree_paths.nested({names: taken.get(names, skipped)[i] for names in raw}) for i in range(2))
     items = ocp.args.Composite(state=ocp.args.PyTreeRestore(item=item, restore_args=how))
-    found = tree_paths.leaves_by_names(_read(manager, step, lambda: manager.restore(step, args=items)["state"]))
-    free = [n for n in taken if isinstance(found[n], np.ndarray) and not _is_wide(found[n])]
-    arrays = {names: found[names] for names in taken} | {names: jnp.array(found[names]) for names in free}
+    stored = tree_paths.leaves_by_names(_read(manager, step, lambda: manager.restore(step, args=items)["state"]))
+    free = [n for n in taken if isinstance(stored[n], np.ndarray) and not _is_wide(stored[n])]
+    arrays = {names: stored[names] for names in taken} | {names: jnp.array(stored[names]) for names in free}
     sums = digests.of_leaves({".".join(names): x for names, x in arrays.items()})
     if wrong := [name for name, x in sums.items() if x != record["digests"][name]]:
         raise _unreadable(manager, step, f"{len(wrong)} leaves are not what was saved: {', '.join(wrong[:3])}")
@@ -285,8 +281,8 @@ def restore(
         with warnings.catch_warnings(action="ignore"):
             state = tree_paths.leaves_by_names({"opt_state": jax.jit(tx.init)(begun)})
         values |= {n: jax.device_put(state[n], wanted[n].sharding) for n in missing if n in state}
-    made = tree_paths.filled(like, values)
-    leaves, treedef = jax.tree.flatten((made.pop("params"), made.pop("opt_state", None)))
+    trees = tree_paths.filled(like, values)
+    leaves, treedef = jax.tree.flatten((trees.pop("params"), trees.pop("opt_state", None)))
     own = iter(state_arrays.own_buffers([x for x in leaves if isinstance(x, jax.Array)], foreign=params))
     new_params, opt_state = treedef.unflatten([next(own) if isinstance(x, jax.Array) else x for x in leaves])
     if layout is not None:
@@ -294,7 +290,7 @@ def restore(
         if tx is not None:
             places = shardings.sharding_of(tx, new_params, layout.shardings)
             opt_state = jax.device_put(param_layout.pad(opt_state, layout), places)
-    return Restored(step, new_params, opt_state, made, tuple(map("/".join, missing)))
+    return Restored(step, new_params, opt_state, trees, tuple(map("/".join, missing)))
 
 
 def _paths(name: str, tree: PyTree) -> dict[_Names, str]:
@@ -323,13 +319,13 @@ def _crc(record: Mapping[str, Any]) -> int:
 
 def _step_of(manager: Any, step: int | None) -> int:
     manager.wait_until_finished()
-    if getattr(manager, "why_not", "") == "it is read_only":
+    if getattr(manager, "reads_only", False):
         manager.reload()  # another process may have saved since
-    found = manager.latest_step() if step is None else operator.index(step)
-    if found is None or found not in manager.all_steps():
+    number = manager.latest_step() if step is None else operator.index(step)
+    if number is None or number not in manager.all_steps():
         what = "" if step is None else f" {step}"
         raise ValueError(f"{manager.directory} has no complete step{what}; it has {manager.all_steps() or 'none'}.")
-    return found
+    return number
 
 
 def _record(manager: Any, step: int) -> dict[str, Any]:
@@ -373,40 +369,44 @@ def _state_like(tx: optax.GradientTransformation, start: PyTree, params: PyTree)
         return jax.tree.structure(state).unflatten(map(_on, *map(jax.tree.leaves, (state, places))))  # boxes may differ
 
 
-def _refused(saved: Any, like: PyTree, same_layers: bool, patterns: Sequence[str]) -> tuple[str | None, list[_Names]]:
+def _compared(saved: Any, wanted: Any, same_layers: bool, patterns: Sequence[str]) -> tuple[str | None, list[_Names]]:
     """(what is wrong with the first leaf that must fit, or None; the leaves of the job that start fresh)."""
-    wanted, missing = tree_paths.leaves_by_names(like), []
+    missing: list[_Names] = []
     for names in sorted({**saved, **wanted}, key=lambda names: (names[0] != "params", names[0] == "opt_state")):
-        path, there, here = "/".join(names), saved.get(names), wanted.get(names)
-        why = _misfit(there, here)
+        path, here = "/".join(names), wanted.get(names)
+        why, is_dtype = _misfit(saved.get(names), here)
         if why is None and not same_layers and names[0] == "opt_state" and "amax_states" in names:
             why = "has the amaxes of other fp8 layers in the checkpoint than in the job"
-        of_array = "/".join(names[:-1] if names[-1] in tree_paths.PARTS else names)  # as a pattern names it
-        may_differ = tree_paths.matches(path, patterns) or tree_paths.matches(of_array, patterns)
-        if why is not None and why.startswith("is of dtype"):
+        if why is None:
+            continue
+        if is_dtype:
             return f"{path} {why}", []
-        if why is not None and not may_differ:
+        of_array = "/".join(names[:-1] if names[-1] in tree_paths.PARTS else names)  # as a pattern names it
+        if not (tree_paths.matches(path, patterns) or tree_paths.matches(of_array, patterns)):
             return f"{path} {why}; name it in fresh= if it may differ", []
-        if why is not None and isinstance(here, jax.ShapeDtypeStruct) and names[0] != "opt_state":
+        if isinstance(here, jax.ShapeDtypeStruct) and names[0] != "opt_state":
             return f"{path} starts fresh, so it needs a value, and is only described", []
-        missing += [names] if why is not None and names in wanted else []
+        missing += [names] if here is not None else []
     return None, missing
 
 
-def _misfit(saved: Any, like: Any) -> str | None:
-    """Why a saved leaf cannot be restored as `like`; None: it can."""
+def _misfit(saved: Any, like: Any) -> tuple[str | None, bool]:
+    """(why a saved leaf cannot be restored as `like`, or None; whether it is its dtype, which fresh= never allows)."""
     if saved is None or like is None:
-        return f"is in the {'job and not in the checkpoint' if saved is None else 'checkpoint and not in the job'}"
+        return (
+            f"is in the {'job and not in the checkpoint' if saved is None else 'checkpoint and not in the job'}",
+            False,
+        )
     dtype = like.dtype if hasattr(like, "dtype") else np.result_type(type(like))
     keys = [jnp.issubdtype(x, jax.dtypes.prng_key) for x in (saved.dtype, dtype)]
     if saved.shape != np.shape(like) and keys[0] == keys[1]:
         hint = "what jaxmp.fsdp padded needs layout= in save and restore; take pmap's replicas off before a save"
-        return f"has shape {saved.shape} in the checkpoint and {np.shape(like)} in the job ({hint})"
+        return f"has shape {saved.shape} in the checkpoint and {np.shape(like)} in the job ({hint})", False
     # A number of Python is saved with 64 bits, and may come back as an array, or go the other way.
     is_number = saved.shape == () and (not hasattr(like, "dtype") or saved.dtype in (np.int64, np.float64))
     if saved.dtype == dtype or (is_number and getattr(saved.dtype, "kind", "") == getattr(dtype, "kind", None)):
-        return None
-    return f"is of dtype {saved.dtype} in the checkpoint and {dtype} in the job"
+        return None, False
+    return f"is of dtype {saved.dtype} in the checkpoint and {dtype} in the job", True
 
 
 def _how(ocp: Any, like: Any, raw: Any) -> tuple[Any, Any]:
