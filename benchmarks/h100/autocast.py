@@ -9,7 +9,7 @@ The models of `benchmarks/programs/autocast.py`, forward and backward, are compi
                      of loops, over the number of elements: 1 means that each weight is cast once
     scratch          memory beside arguments and results; it contains the values kept for the backward pass
 
-Target: autocast needs no more kernels, bytes or casts of weights than the cast by hand.
+Target: kernels, bytes and casts of weights are at most 1.02 of those of the cast by hand.
 
 A cross-entropy with its gradient and its logits is compiled, too. Its program must hold one version of the logits: if
 their last sum is computed in 16 bits for some readers and in float32 for others, a loss may be below zero.
@@ -35,6 +35,7 @@ from benchmarks.programs import autocast as programs
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 MOVES = {"bitcast", "copy", "reshape", "transpose", "slice", "concatenate"}  # the result of a weight is a weight
+MOST = 1.02  # of by hand
 TAKES = {"dynamic-slice", "fusion-done"}  # the same, only by the first operand
 
 
@@ -140,7 +141,7 @@ def missed(rows: list[dict[str, Any]], logits: Iterable[dict[str, Any]] = ()) ->
             hand = by_hand[row["model"], row["dtype"]]
             for what in ("kernels", "bytes", "weights_cast"):
                 ours, theirs = _cost(row, what), _cost(hand, what)
-                if ours > theirs:
+                if ours > MOST * theirs:
                     out.append(f"{row['model']}, {row['dtype']}: {what.replace('_', ' ')} {ours}, by hand {theirs}")
     for row in logits:
         if len(row["computed_in"]) != 1:

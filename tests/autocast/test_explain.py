@@ -80,6 +80,17 @@ def test_products_in_a_scan_count_each_time():
     assert found.matmul_flops_by_dtype() == {"float8_e4m3fn": 3 * LAYER, "bfloat16": 3 * LAYER}
 
 
+def test_a_loop_that_adds_to_a_16_bit_value_is_named():
+    def fn(x):
+        return lax.scan(lambda c, row: (c + row, None), (x @ x)[0], x @ x)[0]
+
+    found = jaxmp.explain_autocast(fn, X, dtype=jnp.bfloat16)
+    assert [(r.runs_in, r.count) for r in found.rows if r.group == "sum over turns"] == [("float32", 1)]
+    assert jax.eval_shape(jaxmp.autocast(fn, jnp.bfloat16), X).dtype == jnp.float32
+    stream = lambda x: lax.scan(lambda c, row: (c + jnp.tanh(c @ X), None), x @ x, x)[0]  # noqa: E731
+    assert all(r.group != "sum over turns" for r in jaxmp.explain_autocast(stream, X, dtype=jnp.bfloat16).rows)
+
+
 def test_why_matmuls_are_in_float32():
     class Reasons(nn.Module):
         @nn.compact

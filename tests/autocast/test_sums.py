@@ -98,7 +98,6 @@ SUMS: dict[str, Any] = {
     # cumulative ones, and those of loops
     "cumsum": lambda h, n: jnp.cumsum(h, 1),
     "cumsum, from the end": lambda h, n: lax.cumsum(h, 1, reverse=True),
-    "associative_scan": lambda h, n: lax.associative_scan(jnp.add, h, axis=1),
     "scan": lambda h, n: lax.scan(lambda c, x: (c + x, c + x), jnp.zeros(8), h.T)[1],
     "scan from an element": lambda h, n: over(lambda c, x: (c + x, None), h),
     "scan of a jitted body": lambda h, n: over(jax.jit(lambda c, x: (x + c, None)), h),

@@ -3,7 +3,6 @@
 import warnings
 from unittest import mock
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,22 +126,6 @@ def test_gradients_that_were_unscaled_to_look_at_are_not_for_the_update(jitted):
     with mock.patch.object(scale_reads, "MEMORY", scale_reads.Reads()):
         with pytest.warns(jaxmp.UnreadLossScale, match="gradients are unscaled once, by the update"):
             run(made("fp16"), X)
-
-
-@pytest.mark.parametrize(("options", "tells"), [({}, True), ({"keep_fp32": ()}, False)])
-def test_layers_with_float32_are_told_of(options, tells):
-    """`keep_fp32=()` says that none has to stay; a policy alone does not."""
-    model = nn.Dense(4, dtype=jnp.float32)
-    params = model.init(jax.random.key(0), X)["params"]
-    state = jaxmp.linen.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), policy="bf16", **options)
-
-    def loss_fn(params, x):
-        return jnp.mean(model.apply({"params": params}, x).astype(jnp.float32) ** 2)
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        jaxmp.value_and_grad(loss_fn)(state.params, X, opt_state=state)
-    assert ["dtype=float32 of a layer is no request" in str(w.message) for w in caught] == [True] * tells
 
 
 class Net(nnx.Module):

@@ -217,7 +217,8 @@ def test_no_sum_over_rows_ends_in_16_bits(model, name):
     assert low_sums(traced[0], ROWS) == []
     assert {g.dtype for g in jax.tree.leaves(traced[1][1])} == {np.dtype(np.float32)}
     before = jax.make_jaxpr(gradient(model, plain), return_shape=True)(p, X)
-    assert low_sums(before[0], ROWS)
+    if model is not split_by_hand or name != "bf16-mixed":  # float32 params enter it in float32
+        assert low_sums(before[0], ROWS)
     assert {g.dtype for g in jax.tree.leaves(before[1][1])} == {policy.param_dtype}
 
 

@@ -133,13 +133,11 @@ class CastLists(NamedTuple):
       force_fp32: names that run in float32.
       widest: names that run in the widest dtype of their inputs.
       modules: dtypes of modules by pattern (`tree_paths`); None: as it was written. The first that fits counts.
-      keeps: says of a flax module whether a policy keeps it in float32; None: none is kept (`float32_layers`).
-      tells_of_float32: whether a warning tells of layers with `dtype=float32` that compute in 16 bits.
-      because: with `dtype` None, why, for people to read.
-      chooser: says which matmuls of a function run narrower than `dtype` (`narrow_matmuls`); None: none.
-      narrow: what it said of the matmuls of one function: (place, product or reason) each.
-      float32_products: which products of 16-bit operands return float32: "all", as the code asks for it
-        (`float32_products`); "read", those whose results float32 operations alone read; "": none.
+      keeps: says of a flax module whether a policy keeps it in float32; None: none is kept.
+      because: why these lists hold, for people to read: with `dtype` None, why operations run as they were written.
+      chooser: says which matmuls of a function run narrower than `dtype` (`weighted_matmuls`); None: none.
+      float32_products: which products of 16-bit operands return float32: "all", as a layer asks for it; "read", those
+        whose results float32 operations alone read; "": none.
       highest_asks: whether `precision=HIGHEST` of a product asks for float32. Where it is the default around the
         function, it says nothing of one product.
     """
@@ -150,20 +148,10 @@ class CastLists(NamedTuple):
     widest: frozenset[str] = WIDEST
     modules: tree_paths.Patterns = tree_paths.Patterns("autocast(modules=)", (), of="module")
     keeps: Any = None
-    tells_of_float32: bool = True
     because: str = ""
     chooser: Any = None
-    narrow: frozenset[tuple[tuple[int, ...], Any]] = frozenset()
     float32_products: str = ""
     highest_asks: bool = True
-
-    def within(self, i: int) -> "CastLists":
-        """The lists in equation `i` of a function, and in function `i` of an equation."""
-        if not self.narrow:
-            return self
-        return self._replace(
-            narrow=frozenset((place[1:], x) for place, x in self.narrow if place[0] == i and place[1:])
-        )
 
     def at(self, path: str) -> "CastLists":
         """The lists in the module at `path`, where one of `modules` names it."""
@@ -325,13 +313,8 @@ def make_lists(
     widest: Iterable[str] = (),
     modules: Mapping[str, jax.typing.DTypeLike] | None = None,
     keeps: Any = None,
-    *,
-    tells_of_float32: bool = True,
 ) -> CastLists:
-    """The lists for the arguments of `autocast`, which move names from one list to another; checks the arguments.
-
-    Whoever gives `modules`, also an empty dict, has said which layers stay float32: a warning tells of no others.
-    """
+    """The lists for the arguments of `autocast`, which move names from one list to another; checks the arguments."""
     dtype = check_dtype(dtype)
     moved: dict[str, str] = {}
     for argument, names in (("allow", allow), ("force_fp32", force_fp32), ("widest", widest)):
@@ -361,7 +344,6 @@ def make_lists(
             "autocast(modules=)", {pattern: None if d == jnp.float32 else d for pattern, d in others}, of="module"
         ),
         keeps,
-        tells_of_float32 and modules is None,
     )
 
 

@@ -1,7 +1,6 @@
 """A table of what autocast would do with a function, and why. Nothing is run."""
 
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -11,8 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxmp._src.autocast import cast_lists, flax_layers, narrow_matmuls, regions, rewrite
-from jaxmp._src.autocast.planner import Plan, Step
+from jaxmp._src.autocast import cast_lists, flax_layers, regions, rewrite, weighted_matmuls
+from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
+from jaxmp._src.autocast.choices import Choice
+from jaxmp._src.autocast.interpreter import At, Interpreter, Place
+from jaxmp._src.autocast.measure import Measurement, flops_of
+from jaxmp._src.autocast.values import Value
 from jaxmp._src.base import tables, vmap_rules
 from jaxmp._src.programs import array_functions, jaxprs
 
@@ -26,7 +29,7 @@ class ExplainedOp(NamedTuple):
       written: the dtype it was written in.
       runs_in: the dtype it would run in.
       group: the list that decided: `allow`, `force_fp32`, `widest`; `feeds float32` (only operations
-        of `force_fp32` read it); or `written` (unchanged), with the reason, as `written: keep_fp32`. For a matmul in
+        of `force_fp32` read it); `sum over turns` of a loop that adds to a 16-bit value, which it carries in float32; or `written` (unchanged), with the reason, as `written: keep_fp32`. For a matmul in
         fp8: its recipe, or `fp8 layer`. For a matmul that cannot run in fp8, or that the filter excludes: the reason,
         as `allow, not fp8: filter`.
       count: how many there are; one in a scan counts once for each iteration.
@@ -42,6 +45,30 @@ class ExplainedOp(NamedTuple):
     flops: int
 
 
+class MeasuredOp(NamedTuple):
+    """An `ExplainedOp` that was measured: how far its results are from those of float32.
+
+    Both numbers are means over the elements, relative to the mean of what float32 computes, in roundings: half a unit
+    in the last place of the 16-bit dtype. inf: infinite or NaN where float32 is not.
+
+    Attributes:
+      module, name, written, runs_in, group, count, flops: as in an `ExplainedOp`; a part of the gradient has the group
+        `gradient`.
+      error: how far the result is off, with all that came before; None if it was not measured.
+      added: what the operation itself makes of the rounding of its operands, and of its own.
+    """
+
+    module: str
+    name: str
+    written: str
+    runs_in: str
+    group: str
+    count: int
+    flops: int
+    error: float | None = None
+    added: float | None = None
+
+
 class Explanation(NamedTuple):
     """The result of `explain_autocast`: rows, and a table when printed.
 
@@ -49,11 +76,12 @@ class Explanation(NamedTuple):
     `Block_[0-47]/Dense_0`. Its last line is `summary()`.
 
     Attributes:
-      rows: one for each kind of operation in each module, in the order they run.
+      rows: one for each kind of operation in each module, in the order they run; if they were measured `MeasuredOp`,
+        those that add the largest error first.
       casts: how many values would be cast.
     """
 
-    rows: tuple[ExplainedOp, ...]
+    rows: tuple[Any, ...]
     casts: int
 
     def flops_by_dtype(self) -> dict[str, int]:
@@ -85,6 +113,8 @@ class Explanation(NamedTuple):
         return f"matmul FLOPs: {_shares(self.matmul_flops_by_dtype())}{where}"
 
     def __str__(self) -> str:
+        if any(isinstance(row, MeasuredOp) for row in self.rows):
+            return f"{self._measured()}\n{self.summary()}"
         titles = ("module", "operation", "count", "written", "runs in", "because of", "MFLOP")
         lines = [
             (r.module or "(top)", r.name, str(r.count), r.written, r.runs_in, r.group, f"{r.flops / 1e6:.3f}")
@@ -95,7 +125,20 @@ class Explanation(NamedTuple):
 
     __repr__ = __str__
 
+    def _measured(self) -> str:
+        titles = ("module", "operation", "runs in", "because of", "MFLOP", "error", "added")
+        text = lambda x: "" if x is None else f"{x:.1f}"  # noqa: E731
+        lines = [
+            (r.module or "(top)", r.name, r.runs_in, r.group, f"{r.flops / 1e6:.3f}", text(r.error), text(r.added))
+            for r in self.rows[:_WORST]
+            if isinstance(r, MeasuredOp)
+        ]
+        more = f"... and {len(self.rows) - _WORST} rows that add less\n" if len(self.rows) > _WORST else ""
+        table = tables.columns([titles, *lines], "<<<<>>>")
+        return f"{table}\n{more}errors in roundings of 16 bits, the worst first"
 
+
+_WORST = 40  # rows of a measured table
 _SHOWN = 8  # modules in a summary
 
 
@@ -116,9 +159,14 @@ def explain(fn: Callable[..., Any], lists: cast_lists.CastLists, args: Any, kwar
         def run(*args: Any, **kwargs: Any) -> Any:
             traced = rewrite.Traced(pure, lists, args, kwargs)
             lists.modules.warn_of_idle()
-            function = traced.jaxpr, traced.consts
-            here = cast_lists.at_call(lists)
-            found.append(_explain(narrow_matmuls.plan(traced.planner, function, traced.inputs, here)))
+            rows = _Rows({} if lists.chooser is None else weighted_matmuls.choices(traced, lists))
+
+            def interpreted(arrays: Any) -> Any:
+                out = Interpreter(rows.record).run(traced.function, traced.inputs(arrays), At.top(lists))
+                return [v.read() for v in out]
+
+            jax.eval_shape(interpreted, traced.values)
+            found.append(rows.explanation())
             with regions.region(cast_lists.OFF):
                 return pure(*args, **kwargs)
 
@@ -133,6 +181,46 @@ def explain(fn: Callable[..., Any], lists: cast_lists.CastLists, args: Any, kwar
     inputs = array_functions.Inputs(array_functions.flat_leaves((args, kwargs)), is_input)
     jax.eval_shape(lambda *values: inputs.call(call, values), *inputs.values)
     return found[0]
+
+
+def measure(
+    fn: Callable[..., Any], lists: cast_lists.CastLists, args: Any, kwargs: Any, found: Explanation, *, grad: bool
+) -> Explanation:
+    """`found` with what each operation of `fn`, and with `grad` of its gradient, rounds when it runs by these lists."""
+    run = rewrite.transformed(fn, lists)
+    inputs = array_functions.Inputs(array_functions.flat_leaves((args, kwargs)))
+    arrays = [jnp.asarray(x) for x in inputs.values]
+    moving = [k for k, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def outputs(*arrays: Any) -> list[Any]:
+        return [x for x in jax.tree.leaves(inputs.call(run, arrays)) if array_functions.is_array(x)]
+
+    def gradient(scale: float) -> Callable[..., Any]:
+        def loss(*floats: Any) -> Any:
+            out = outputs(*array_functions.with_values(arrays, moving, floats))
+            return scale * sum(jnp.sum(x.astype(jnp.float32)) for x in out if jnp.issubdtype(x.dtype, jnp.floating))
+
+        return jax.grad(loss, range(len(moving)))
+
+    program, given = outputs, arrays
+    if grad:  # scaled as float16 needs it, by the largest scale that does not overflow
+        given = [arrays[k] for k in moving]
+        scales = (2.0**16, 2.0**12, 2.0**8, 2.0**4) if lists.dtype == jnp.float16 else ()
+        finite = lambda scale: all(jnp.isfinite(x).all() for x in jax.jit(gradient(scale))(*given))  # noqa: E731
+        program = gradient(next(filter(finite, scales), 1.0))
+    measurement = Measurement(lists.dtype or jnp.bfloat16)
+    measurement.run(jax.make_jaxpr(program)(*given), given)
+    known = {(row.module, row.name): row for row in reversed(found.rows)}
+    rows = []
+    for x in measurement.rows():
+        same = None if x.in_gradient else known.get((x.module, x.name)) or known.get(("", x.name))
+        group = "gradient" if x.in_gradient else "cast" if same is None else same.group
+        written = x.dtype if same is None else same.written
+        rows.append(MeasuredOp(x.module, x.name, written, x.dtype, group, x.count, x.flops, x.error, x.added))
+    seen = {(row.module, row.name) for row in rows} | {("", row.name) for row in rows}
+    # In a program for several devices operations are not measured.
+    rest = [MeasuredOp(*row[:7], None, None) for row in found.rows if (row.module, row.name) not in seen]  # pyright: ignore
+    return found._replace(rows=(*rows, *rest))
 
 
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
@@ -183,67 +271,93 @@ def _ranges(names: list[str]) -> str:
     return f"{before}[{','.join(texts)}]{after}"
 
 
-def _explain(plan: Plan) -> Explanation:
-    rows: dict[tuple[str, str, str, str, str], list[int]] = {}
-    casts = _collect(plan, "", 1, rows)
-    return Explanation(tuple(ExplainedOp(*key, count, flops) for key, (count, flops) in rows.items()), casts)
+class _Rows:
+    """The rows of a table, as a function runs; one equation is told of once from each place."""
 
+    def __init__(self, narrow: dict[Place, Any]):
+        self._narrow = narrow
+        self._seen: set[Place] = set()
+        self._casts: set[Any] = set()
+        self._rows: dict[tuple[str, str, str, str, str], list[int]] = {}
 
-def _collect(plan: Plan, outer: str, times: int, rows: dict[tuple[str, str, str, str, str], list[int]]) -> int:
-    cast: set[Any] = set()
-    known = dict(zip(plan.jaxpr.invars, (v.dtype for v in plan.inputs), strict=True))
-    inside = 0
-    for step in plan.steps:
-        eqn = step.eqn
-        module = _without_repeats("/".join(part for part in (outer, regions.scope_of(eqn)) if part))
-        for atom, dtype in zip(eqn.invars, step.operands, strict=True):
-            if isinstance(atom, core.Literal) or dtype not in cast_lists.FLOATS:
-                continue
-            if known.get(atom, atom.aval.dtype) != dtype:
-                cast.add((atom, dtype))
-        known |= {v: r.dtype for v, r in zip(eqn.outvars, step.results, strict=True)}
-        repeats = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-        if step.how == "call":
-            inside += sum(_collect(inner, module, repeats, rows) for inner in step.inner)
-        elif step.how in ("written", "again") and (matmuls := _matmuls_inside(eqn, module, times)):
-            _add_parts(rows, step, module, times, matmuls)
-        elif step.how != "same" and _is_worth_a_row(eqn):
-            _add(rows, step, module, times)
-    return len(cast) + inside
+    def explanation(self) -> Explanation:
+        """What was recorded."""
+        rows = tuple(ExplainedOp(*key, count, flops) for key, (count, flops) in self._rows.items())
+        return Explanation(rows, len(self._casts))
+
+    def record(self, eqn: Any, operands: list[Value], choice: Choice, results: list[Value], at: At) -> None:
+        """Records one equation."""
+        if at.place in self._seen or choice.how == "call":
+            return
+        self._seen.add(at.place)
+        if choice.how == "loop":  # its carry begins in 16 bits
+            key = regions.scope_of(at.stack), eqn.primitive.name, "float32", "float32", choice.group
+            self._count(key, at.times, 0)
+            return
+        for k, (atom, v) in enumerate(zip(eqn.invars, operands, strict=True)):
+            dtype = atom.aval.dtype if choice.how == "written" else choice.operand(k, v)
+            if not isinstance(atom, core.Literal) and dtype in FLOATS and v.dtype in FLOATS and v.dtype != dtype:
+                self._casts.add((at.place[:-1], atom, dtype))
+        module = _without_repeats(regions.scope_of(at.stack))
+        matmuls = _matmuls_inside(eqn, module, at.times) if choice.how in ("written", "again") else []
+        if matmuls:
+            self._add_parts(eqn, choice, at, module, matmuls)
+        elif choice.how != "same" and _is_worth_a_row(eqn):
+            self._add(eqn, operands, choice, results, at, module)
+
+    def _add(self, eqn: Any, operands: Any, choice: Choice, results: Any, at: At, module: str, less: int = 0) -> None:
+        dtypes = (
+            [d for k, v in enumerate(operands) if (d := choice.operand(k, v)) in FLOATS]
+            if choice.how != "written"
+            else []
+        )
+        dtypes += [v.dtype for v in results if v.dtype in FLOATS]
+        written = [v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars) if v.aval.dtype in FLOATS]
+        group, runs_in = _group_of(eqn, choice, at.lists), dtypes[0].name if dtypes else written[0]
+        if choice.how == "written":
+            runs_in = written[0]
+        narrow = self._narrow.get(at.place)
+        if narrow is not None and not isinstance(narrow, str):
+            runs_in, group = narrow.dtype_name, narrow.reason
+        elif narrow is not None and group == "allow":
+            group = f"{group}, not fp8: {narrow}"
+        self._count(
+            (module, jaxprs.function_name(eqn), written[0], runs_in, group), at.times, at.times * flops_of(eqn) - less
+        )
+
+    def _add_parts(self, eqn: Any, choice: Choice, at: At, module: str, matmuls: "list[_Matmul]") -> None:
+        """A row for each matmul in a function, and one for the rest of it, which for a product in fp8 are casts."""
+        for x in matmuls:
+            operands = (eqn if x.narrow else x.eqn).invars[:2]
+            written = max((v.aval.dtype for v in operands), key=lambda d: d.itemsize).name
+            group = "fp8 layer" if x.narrow else _group_of(x.eqn, choice, at.lists)
+            path = module if x.narrow else x.module
+            self._count(
+                (path, x.eqn.primitive.name, written, x.narrow or written, group), x.times, x.times * flops_of(x.eqn)
+            )
+        if not any(x.narrow for x in matmuls):
+            self._add(eqn, [], choice, [], at, module, less=sum(x.times * flops_of(x.eqn) for x in matmuls))
+
+    def _count(self, key: tuple[str, str, str, str, str], times: int, flops: int) -> None:
+        counts = self._rows.setdefault(key, [0, 0])
+        counts[0] += times
+        counts[1] += flops
 
 
 def _is_worth_a_row(eqn: Any) -> bool:
-    floats = [v for v in (*eqn.invars, *eqn.outvars) if getattr(v.aval, "dtype", None) in cast_lists.FLOATS]
+    floats = [v for v in (*eqn.invars, *eqn.outvars) if getattr(v.aval, "dtype", None) in FLOATS]
     return bool(floats) and not (eqn.primitive.name in cast_lists.MOVES and eqn.primitive.name not in ("max", "min"))
 
 
-def _add(
-    rows: dict[tuple[str, str, str, str, str], list[int]], step: Step, module: str, times: int, less: int = 0
-) -> None:
-    eqn = step.eqn
-    dtypes = [d.name for d in step.operands if d in cast_lists.FLOATS]
-    dtypes += [r.dtype.name for r in step.results if r.dtype in cast_lists.FLOATS]
-    written = [v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars) if v.aval.dtype in cast_lists.FLOATS]
-    name = jaxprs.function_name(eqn)
-    group = _group_of(step, eqn)
-    runs_in = dtypes[0] if dtypes else written[0]
-    if callable(step.narrow):
-        runs_in, group = step.narrow.dtype_name, step.narrow.reason
-    elif step.narrow is not None and group == "allow":
-        group = f"{group}, not fp8: {step.narrow}"
-    counts = rows.setdefault((module, name, written[0], runs_in, group), [0, 0])
-    counts[0] += times
-    counts[1] += times * flops_of(eqn) - less
-
-
-def _group_of(step: Step, eqn: Any) -> str:
-    """The list that decided about an equation of a step, or of a function in it, with the reason where none did."""
-    if step.how not in ("written", "again"):
-        return step.group
-    if step.group not in ("written", "inside"):  # a list that names a function
-        return step.group
-    reason = step.lists.because
-    if step.lists.dtype is not None and eqn.primitive.name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
+def _group_of(eqn: Any, choice: Choice, lists: CastLists) -> str:
+    """The list that decided about an equation, or about one in a function, with the reason where none did."""
+    is_matmul = eqn.primitive.name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS
+    if choice.how not in ("written", "again"):
+        return f"{choice.group}, {lists.because}" if lists.because and is_matmul else choice.group
+    if choice.group != "written":  # a list that names a function
+        return choice.group
+    reason = lists.because
+    if lists.dtype is not None and is_matmul:
         reason = "precision=HIGHEST" if jaxprs.is_highest(eqn.params["precision"]) else "asks for its dtype"
     return f"written: {reason}" if reason else "written"
 
@@ -277,7 +391,7 @@ def _matmuls_inside(eqn: Any, module: str, times: int) -> list[_Matmul]:
     found = []
     for jaxpr, _ in functions:
         for inner in jaxpr.eqns:
-            here = "/".join(part for part in (module, regions.scope_of(inner)) if part)
+            here = "/".join(part for part in (module, regions.scope_of(str(inner.source_info.name_stack))) if part)
             if inner.primitive.name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
                 found.append(_Matmul(here, inner, repeats, None))
             found += _matmuls_inside(inner, here, repeats)
@@ -292,40 +406,6 @@ def _narrow_dtype(functions: Any) -> str | None:
     return min(narrow, key=lambda d: (jnp.finfo(d).bits, d.name)).name if narrow else None
 
 
-def _add_parts(
-    rows: dict[tuple[str, str, str, str, str], list[int]], step: Step, module: str, times: int, matmuls: list[_Matmul]
-) -> None:
-    """A row for each matmul in a function, and one for the rest of it, which for a product in fp8 are casts."""
-    for x in matmuls:
-        operands = (step.eqn if x.narrow else x.eqn).invars[:2]
-        written = max((v.aval.dtype for v in operands), key=lambda d: d.itemsize).name
-        group = "fp8 layer" if x.narrow else _group_of(step, x.eqn)
-        path = module if x.narrow else x.module
-        counts = rows.setdefault((path, x.eqn.primitive.name, written, x.narrow or written, group), [0, 0])
-        counts[0] += x.times
-        counts[1] += x.times * flops_of(x.eqn)
-    if not any(x.narrow for x in matmuls):
-        _add(rows, step, module, times, less=sum(x.times * flops_of(x.eqn) for x in matmuls))
-
-
 def _without_repeats(path: str) -> str:
     """A path; that of an fp8 layer, which linen calls in a scope of its own name, with this name once."""
     return "/".join(name for name, _ in itertools.groupby(path.split("/"))) if "/Fp8" in path else path
-
-
-def flops_of(eqn: Any) -> int:
-    """Floating-point operations of one equation: two for each term of a contraction, one for each element elsewhere."""
-    sizes = [math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape")]
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        return 2 * sizes[0] * math.prod(eqn.invars[0].aval.shape[a] for a in contracted)
-    if eqn.primitive.name == "conv_general_dilated":
-        kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
-        return 2 * sizes[0] * math.prod(kernel) // kernel[numbers.rhs_spec[0]]
-    if eqn.primitive.name.startswith(("reduce_", "cum")):
-        return math.prod(eqn.invars[0].aval.shape)
-    inner = jaxprs.functions_of(eqn)
-    if inner:
-        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        return length * sum(flops_of(e) for jaxpr, _ in inner for e in jaxpr.eqns)
-    return max(sizes, default=0)

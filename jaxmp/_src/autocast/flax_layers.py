@@ -1,7 +1,7 @@
 """Flax layers under autocast: dtypes of modules, by path or their own, layers that are one operation, and regions.
 
 A module with a 16-bit `dtype` of its own keeps it, as if `modules` named it. float32 is no request: the module runs by
-the lists, unless the policy keeps it (`float32_layers`).
+the lists, unless the policy keeps it.
 
 PyTorch treats some layers as one operation and decides the dtype that they return: batch norm computes in float32 and
 returns its input's dtype, an LSTM or GRU cell and a layer in fp8 return the 16-bit dtype. In a jaxpr, such a layer is
@@ -18,9 +18,9 @@ import numpy as np
 from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmp._src.autocast import float32_layers, reach, regions
+from jaxmp._src.autocast import reach, regions
 from jaxmp._src.autocast.cast_lists import FLOATS, LOW_MARK, OFF, CastLists, asks_for_float32
-from jaxmp._src.base import ambient
+from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.programs import flax_modules, haiku_frames, module_paths
 
 _ONE_OPERATION = (
@@ -51,12 +51,10 @@ def _by_path(call: flax_modules.ModuleCall) -> Any:
     is_chosen = lists is not None and lists.chooser is not None
     marker = module_paths.marker(call.path, "chosen") if is_chosen else contextlib.nullcontext()
     with marker, contextlib.nullcontext() if found is None or found == lists else _region_of(found):
-        if found is not None:
-            float32_layers.note(call, found)
         out = call.run()
         if call.method != "__call__" or not (isinstance(call.module, _ONE_OPERATION) or _is_in_fp8(call.module)):
             return out
-        if _own_dtype(call.module) is not None or found is None or found.dtype is None:
+        if _dtype_of(call.module) in _LOW or found is None or found.dtype is None:
             return out
         if asks_for_float32(getattr(call.module, "preferred_element_type", None)):  # of a layer in fp8
             return out
@@ -94,14 +92,32 @@ def _lists_for(call: flax_modules.ModuleCall, lists: CastLists) -> CastLists:
         return lists.at(call.path)
     if lists.dtype is None:
         return lists
-    own = _own_dtype(call.module)
-    if own is not None:
-        return lists._replace(dtype=own)
-    is_kept = not isinstance(call.module, _IN_FLOAT32_BY_THE_LISTS) and float32_layers.is_kept(call, lists)
-    return lists.off(_KEPT) if is_kept else lists
+    if asks_for_float32(getattr(call.module, "preferred_element_type", None)):
+        lists = lists._replace(float32_products="all")
+    given = _dtype_of(call.module)
+    if given is not None and given != jnp.float32 and not isinstance(call.module, _ALWAYS_WITH_DTYPE):
+        return lists._replace(dtype=given, because="")
+    if not isinstance(call.module, _IN_FLOAT32_BY_THE_LISTS) and _is_kept(call, lists):
+        return lists.off(_KEPT)
+    return lists._replace(because=_NO_REQUEST if given == jnp.float32 else "")
+
+
+def _is_kept(call: flax_modules.ModuleCall, lists: CastLists) -> bool:
+    """Whether the policy of `lists` names every param of the called module and of those below it."""
+    module: Any = call.module
+    if lists.keeps is None:
+        return False
+    if isinstance(module, linen.Module):
+        params = module.variables.get("params", {})
+    else:
+        params = nnx.as_pure(nnx.state(module, nnx.Param)) if isinstance(module, nnx.Module) else {}
+    paths = (tree_paths.path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
+    return lists.keeps(call.path, paths)
 
 
 _KEPT = "keep_fp32"
+_NO_REQUEST = "dtype=float32 is no request"
+_LOW = FLOATS - {np.dtype(np.float32)}
 _IN_FLOAT32_BY_THE_LISTS = (linen.BatchNorm, nnx.BatchNorm)  # and their result is that of one operation
 
 
@@ -116,16 +132,13 @@ def _region_of(lists: CastLists) -> Iterator[None]:
 _ALWAYS_WITH_DTYPE = (nnx.Embed, nnx.SimpleCell)  # theirs is never None: nobody chose it
 
 
-def _own_dtype(module: Any) -> np.dtype | None:
-    """The 16-bit `dtype` that a user gave to a module."""
-    given = getattr(module, "dtype", None)
-    if given is None or isinstance(module, _ALWAYS_WITH_DTYPE):
-        return None
+def _dtype_of(module: Any) -> np.dtype | None:
+    """The `dtype` of a module, if it is one of autocast's."""
     try:
-        own = jnp.dtype(given)
-    except TypeError:
+        found = jnp.dtype(module.dtype)
+    except (AttributeError, TypeError):
         return None
-    return own if own in FLOATS and own != jnp.float32 else None
+    return found if found in FLOATS and module.dtype is not None else None
 
 
 @contextlib.contextmanager

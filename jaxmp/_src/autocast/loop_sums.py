@@ -4,39 +4,33 @@
     jax.lax.scan(lambda c, x: (0.99 * c + 0.01 * x, None), xs[0], xs[1:])   is one, too: computed without a matmul
     jax.lax.scan(lambda h, w: (h + f(h @ w), None), h, ws)                  no sum: the stream of a net
     jax.lax.scan(lambda c, x: (c.at[0].set(x), None), c, xs)                no sum: moved, not computed
-    jax.lax.associative_scan(jnp.add, xs)                                   runs as it was written
 
 What is no sum keeps its dtype.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
+import numpy as np
 from jax.extend import core
 
-from jaxmp._src.autocast import cast_lists, regions, stand_ins
-from jaxmp._src.autocast.cast_lists import OFF, CastLists
+from jaxmp._src.autocast import cast_lists
+from jaxmp._src.autocast.cast_lists import FLOATS
+from jaxmp._src.autocast.values import DATA, FLOAT32, Value
 from jaxmp._src.programs import jaxprs
-
-_ASSOCIATIVE_SCAN = "associative_scan"
-
-
-class _AssociativeScan(stand_ins.StandIn):
-    """`jax.lax.associative_scan`, of which a jaxpr shows pairs alone."""
-
-    def call(self, lists: CastLists, *args: Any, **kwargs: Any) -> Any:
-        """The original, without autocast."""
-        del lists
-        with regions.region(OFF.off(_ASSOCIATIVE_SCAN)):
-            return self.original(*args, **kwargs)
-
-
-FUNCTIONS = (stand_ins.Function(jax.lax, _ASSOCIATIVE_SCAN, _AssociativeScan, in_jax=False),)
 
 _MOVES = cast_lists.MOVES | cast_lists.EACH_ITS_OWN | jaxprs.HANDS_ON | {"convert_element_type"}
 _ARITHMETIC = (cast_lists.FORCE_FP32 | cast_lists.WIDEST) - _MOVES
+
+
+def carried(values: Sequence[Value], body: Any, first: int) -> list[Value]:
+    """What a loop carries, from inputs of `body` from `first` on: in float32 those that are sums."""
+    added = find(body, first, len(values)) if any(v.is_low for v in values) else ()
+    found = [v.holds(v.array, const=None, made_of=DATA, summed=None, is_input=False) for v in values]
+    for i, v in enumerate(found):
+        v.dtype = FLOAT32 if i in added and values[i].is_low else v.dtype
+    return found
 
 
 def find(body: Any, first: int, count: int) -> frozenset[int]:
@@ -149,3 +143,36 @@ def _origins(jaxpr: Any) -> list[int | None]:
             pairs = zip(eqn.outvars, inner, strict=True)
             found |= {v: look_up(eqn.invars[i]) for v, i in pairs if i is not None}
     return [look_up(v) for v in jaxpr.outvars]
+
+
+def stops_by_floats(test: Any, body: Any, n_consts: int, n_carry: int) -> bool:
+    """Whether a `while` compares floats to know when to stop: it computes until they converge, so it needs float32.
+
+    Bools that the test reads are followed to where the body makes them. (The test of a token is no such comparison.)
+    """
+    seen: set[int] = set()
+
+    def follow(jaxpr: Any, outputs: list[Any], first: int) -> bool:
+        wanted = {v for v in outputs if not isinstance(v, core.Literal)}
+        for eqn in reversed(jaxpr.eqns):
+            if not wanted & set(eqn.outvars):
+                continue
+            floats = [v for v in eqn.invars if getattr(v.aval, "dtype", None) in FLOATS]
+            if floats and eqn.primitive.name in _COMPARISONS:
+                return True
+            for function, _ in jaxprs.functions_of(eqn) if eqn.primitive.name in jaxprs.CALLS else ():
+                if follow(function, list(filter(_is_bool, function.outvars)), len(function.invars)):
+                    return True
+            wanted |= {v for v in eqn.invars if not isinstance(v, core.Literal) and _is_bool(v)}
+        carried = [i for i, v in enumerate(jaxpr.invars[first:]) if v in wanted and i not in seen]
+        seen.update(carried)
+        return bool(carried) and follow(body, [body.outvars[i] for i in carried], len(body.invars) - n_carry)
+
+    return follow(test, list(test.outvars), n_consts)
+
+
+def _is_bool(v: Any) -> bool:
+    return getattr(v.aval, "dtype", None) == np.bool_
+
+
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})

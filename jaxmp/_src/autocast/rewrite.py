@@ -20,6 +20,7 @@ Differences from torch.autocast:
 - float16 masks saturate: `where(mask, x, -1e9)` gives -65504, not -inf.
 """
 
+import collections
 import contextlib
 import functools
 import threading
@@ -29,23 +30,14 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jaxtyping import PyTree
 
-from jaxmp._src.autocast import (
-    calls,
-    cast_lists,
-    dtype_readers,
-    flax_layers,
-    float32_layers,
-    narrow_matmuls,
-    plan_runner,
-    planner,
-    reach,
-    regions,
-)
+from jaxmp._src.autocast import attention, cast_lists, flax_layers, reach, regions, values, weighted_matmuls
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
+from jaxmp._src.autocast.interpreter import At, Interpreter
 from jaxmp._src.base.by_identity import ByIdentity
-from jaxmp._src.programs import array_functions, haiku_frames
+from jaxmp._src.programs import array_functions, haiku_frames, jaxprs
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -149,7 +141,7 @@ def no_autocast(fn: F, *, cast_inputs: bool = False) -> F:
       torch.amp.custom_fwd (PyTorch 2.13).
     """
     run: Any = _wrap(fn, cast_lists.OFF.off("no_autocast"), None)
-    run = dtype_readers.with_low_inputs(fn, run) if cast_inputs else run
+    run = attention.with_low_inputs(fn, run) if cast_inputs else run
     return run
 
 
@@ -161,6 +153,11 @@ def by_region(fn: F) -> F:
     reach.mark()
     lists = regions.current()
     return _wrap(fn, lists, None) if lists is not None and casts_here() and not regions.is_tracing() else fn
+
+
+def transformed(fn: F, lists: CastLists) -> F:
+    """`fn` by these lists."""
+    return _wrap(fn, lists, None)
 
 
 def casts_here() -> bool:
@@ -207,7 +204,6 @@ def _inherited(lists: CastLists, dtype_too: bool) -> CastLists:
         lists = lists._replace(chooser=outer.chooser)
     if lists.keeps is None:
         lists = lists._replace(keeps=outer.keeps)
-    lists = lists._replace(tells_of_float32=lists.tells_of_float32 and outer.tells_of_float32)
     return lists._replace(dtype=outer.dtype) if dtype_too else lists
 
 
@@ -229,8 +225,7 @@ def _wrap(
         if here.dtype is None:
             out = rewritten(fn)(*args, **kwargs)
         else:
-            with float32_layers.told_of():
-                out = haiku_frames.call(fn, rewritten, args, kwargs, what="autocast")
+            out = haiku_frames.call(fn, rewritten, args, kwargs, what="autocast")
         around = regions.current()
         if around is None or here.modules is not around.modules:  # a region warns at its end
             here.modules.warn_of_idle()
@@ -248,18 +243,17 @@ def is_autocast(fn: Any) -> bool:
 
 
 def _rewritten(fn: Callable[..., Any], lists: CastLists, stored: ByIdentity | None) -> Callable[..., Any]:
-    """A function of pytrees, traced, planned and run anew."""
+    """A function of pytrees, traced and run with casts."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if lists.dtype is None:
             with regions.region(lists):
                 return fn(*args, **kwargs)
         traced = Traced(fn, lists, args, kwargs, stored)
-        function = traced.jaxpr, traced.consts
-        plan = narrow_matmuls.plan(traced.planner, function, traced.inputs, cast_lists.at_call(lists))
-        with regions.rewritten():
-            runner = plan_runner.PlanRunner(traced.planner, calls.CALLS)
-            return traced.unflatten(runner.run(plan, traced.consts, traced.values))
+        narrow = {} if lists.chooser is None else weighted_matmuls.products(traced, lists)
+        with regions.done():
+            out = Interpreter(narrow=narrow).run(traced.function, traced.inputs(), At.top(lists))
+            return traced.unflatten([v.read() for v in out])
 
     return wrapped
 
@@ -279,16 +273,32 @@ class Traced(array_functions.Traced):
             kwargs,
             # A numpy scalar is a number to Python code, which may ask for it.
             is_input=lambda x: is_float_array(x) and not isinstance(x, np.generic),
-            context=dtype_readers.tracing(lists),
+            context=attention.tracing(lists),
             # Always in float32: with 16-bit params it must be the same function.
             as_traced=lambda aval: aval.update(dtype=np.dtype(np.float32)),
         )
-        dtypes = [None if stored is None else stored.get(x) for x in self.values]
-        self.inputs = tuple(
-            value if dtype is None else value._replace(dtype=dtype, made_of=planner.WEIGHTS)
-            for value, dtype in zip(map(planner.value_of, self.avals), dtypes, strict=True)
-        )
-        self.planner = planner.Planner()
+        self.function = self.jaxpr, self.consts
+        self._stored = [None if stored is None else stored.get(x) for x in self.values]
+        reads = collections.Counter(v for eqn in self.jaxpr.eqns for v in eqn.invars if not isinstance(v, core.Literal))
+        calls = {
+            v
+            for eqn in self.jaxpr.eqns
+            if jaxprs.functions_of(eqn)
+            for v in eqn.invars
+            if not isinstance(v, core.Literal)
+        }
+        self._often = [reads[v] > 1 or v in calls for v in self.jaxpr.invars]
+
+    def inputs(self, arrays: Any = None) -> list[values.Value]:
+        """The values of the inputs: of a param that was widened, it counts as what it was."""
+        found = []
+        arrays = self.values if arrays is None else arrays
+        for x, dtype, often in zip(arrays, self._stored, self._often, strict=True):
+            if dtype is not None:
+                found.append(values.held(x, dtype, values.WEIGHTS))
+            else:
+                found.append(values.held(x) if often else values.Value(x, x.dtype, x.ndim > 0, None, True))
+        return found
 
 
 def is_float_array(x: Any) -> bool:

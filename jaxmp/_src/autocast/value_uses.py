@@ -13,6 +13,7 @@ about its neighbours correct its dtype:
   iteration.
 """
 
+import collections
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -32,9 +33,8 @@ class Uses(NamedTuple):
       wide: equations whose results go to operations in float32 only.
       biased: equations that add a bias to a matmul or a convolution.
       tamed: equations whose results all end in bounded functions.
+      read_alike: equations whose results are read by operations in float32 alone, or by one operation.
       inner: for each equation with functions inside, the answers for these.
-      wide_outputs: what the caller said of the outputs.
-      inputs: what the caller said of the inputs.
     """
 
     low_inputs: tuple[bool, ...]
@@ -43,9 +43,8 @@ class Uses(NamedTuple):
     wide: frozenset[int]
     biased: frozenset[int]
     tamed: frozenset[int]
+    read_alike: frozenset[int]
     inner: dict[int, tuple["Uses", ...]]
-    wide_outputs: tuple[bool, ...]
-    inputs: tuple[biases.Value, ...]
 
 
 def find_uses(
@@ -70,9 +69,13 @@ def find_uses(
             wide[atom] = wide.get(atom, True) and as_wide
             tame[atom] = tame.get(atom, True) and as_tame
 
+    readers = collections.Counter(v for v in jaxpr.outvars if not isinstance(v, core.Literal))
+    for eqn in jaxpr.eqns:
+        times = 2 if jaxprs.functions_of(eqn) else 1  # inside, there may be several
+        readers.update({v: times for v in eqn.invars if not isinstance(v, core.Literal)})
     for atom, is_wide in zip(jaxpr.outvars, wide_outputs, strict=True):
         use(atom, False, is_wide)
-    low_equations, wide_equations, tamed, inner = set(), set(), set(), {}
+    low_equations, wide_equations, tamed, read_alike, inner = set(), set(), set(), set(), {}
     for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
         name = eqn.primitive.name
         here = regions.lists_of(eqn, lists)
@@ -83,6 +86,8 @@ def find_uses(
             low_equations.add(i)
         if is_tame:
             tamed.add(i)
+        if is_wide or all(readers[v] <= 1 for v in eqn.outvars):
+            read_alike.add(i)
         functions = () if cast_lists.is_linear_algebra(eqn) else jaxprs.functions_of(eqn)
         if functions and cast_lists.group_of(eqn, here) is None:
             as_wide = tuple(wide.get(v, False) for v in eqn.outvars)
@@ -116,9 +121,8 @@ def find_uses(
         frozenset(wide_equations),
         biased,
         frozenset(tamed),
+        frozenset(read_alike),
         inner,
-        wide_outputs,
-        inputs,
     )
 
 

@@ -44,8 +44,6 @@ class Ambient:
     Attributes:
       autocast_region: the innermost `reach.Region`, which notes whether it reached anything.
       autocast_reached: the lists of all regions that did. The same object everywhere.
-      autocast_float32_layers: paths of layers with `dtype=float32` that compute in 16 bits, as they are traced; one
-        warning tells of them. None where nothing collects them.
       fp8_layers: the interceptor of the innermost `jaxmp.fp8.autocast`. flax calls the interceptors of all regions,
         the outermost first, and only the innermost may answer.
       notes: of the innermost `value_and_grad`.
@@ -53,7 +51,6 @@ class Ambient:
 
     autocast_region: Any = None
     autocast_reached: set[Any] = dataclasses.field(default_factory=set)
-    autocast_float32_layers: dict[str, None] | None = None
     fp8_layers: Any = None
     notes: Notes = dataclasses.field(default_factory=Notes)
 

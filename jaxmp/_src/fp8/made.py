@@ -183,11 +183,15 @@ class _Search:
         self.steps: list[tuple[str, tuple[_Operand, ...]]] = []
         self.arguments: tuple[list[Array], ...] = ([], [], [])
         self._known = ByIdentity()
+        self._looked_at = 0
 
     def operand(self, value: Any) -> _Operand:
         """A value of the function that is traced, as an operand of a step."""
         known = self._known.get(value)
         if known is None:
+            self._looked_at += 1
+            if self._looked_at > 4 * _MOST_STEPS:  # the stream of a deep net leads to its first layer
+                raise _NotFound
             known = self._operand(value)
             self._known.set(value, known)
         return known

@@ -1,4 +1,4 @@
-"""fp8 in functions of any kind: recipes without state on the matmuls that autocast finds (`autocast.narrow_matmuls`).
+"""fp8 in functions of any kind: recipes without state on the matmuls that autocast finds (`autocast.weighted_matmuls`).
 
 A recipe without state needs no layer: its scales come from the operands. So autocast applies it to the `dot_general`s
 of a traced function, also to those of other libraries. The recipe comes from `jaxmp.autocast(recipe=)`, or from a
@@ -15,8 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxmp._src.autocast import narrow_matmuls
-from jaxmp._src.autocast.narrow_matmuls import Operation
+from jaxmp._src.autocast import weighted_matmuls
+from jaxmp._src.autocast.weighted_matmuls import Operation
 from jaxmp._src.base import ambient
 from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import chosen_layers, matmul
@@ -59,7 +59,7 @@ class Fp8Product:
 
 @dataclasses.dataclass(frozen=True)
 class Chooser:
-    """Which matmuls of a function run by a recipe (`narrow_matmuls.Chooser`).
+    """Which matmuls of a function run by a recipe (`weighted_matmuls.Chooser`).
 
     Attributes:
       rule: which layers run in fp8. A filter that is a function gets the equation in place of a module.
@@ -69,7 +69,7 @@ class Chooser:
     rule: chosen_layers.Rule
     of_policy: bool
 
-    def choose(self, operations: list[Operation]) -> Sequence[narrow_matmuls.Product | str | None]:
+    def choose(self, operations: list[Operation]) -> Sequence[weighted_matmuls.Product | str | None]:
         """The product of each operation, or why it has none; warns where nothing runs in fp8."""
         could = [operation for operation in operations if operation.why_not is None]
         linen = ambient.now().fp8_layers  # in the region around: if its layers were asked, their filter has the word

@@ -27,11 +27,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
+import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
 
-from jaxmp._src.autocast import cast_lists, explain, float32_layers, regions, rewrite
+from jaxmp._src.autocast import cast_lists, explain, regions, rewrite
 from jaxmp._src.base import ambient
 from jaxmp._src.fp8 import chosen_layers, linen_layers
 from jaxmp._src.step import fp8_products
@@ -200,7 +201,7 @@ def autocast(
     if not is_policy(dtype):
         return rewrite.autocast(fn, dtype, **options)
     policy = get_policy(dtype)
-    lists = functools.partial(rewrite.autocast, dtype=_dtype_of(policy), **options, **_kept_by(policy))
+    lists = functools.partial(rewrite.autocast, dtype=_dtype_of(policy), **options, keeps=_kept_by(policy))
     if fn is None:
         lists()  # checks the arguments
         return PolicyRegion(policy, lists, enabled=enabled, filter=filter)
@@ -212,6 +213,9 @@ def explain_autocast(
     fn: Callable[..., Any],
     *args: Any,
     dtype: Any = jnp.float16,
+    policy: Any = None,
+    measure: bool = False,
+    grad: bool = False,
     allow: Iterable[str] = (),
     force_fp32: Iterable[str] = (),
     widest: Iterable[str] = (),
@@ -220,15 +224,24 @@ def explain_autocast(
     filter: chosen_layers.Filter = None,
     **kwargs: Any,
 ) -> explain.Explanation:
-    """In which dtype `autocast(fn, dtype, ...)` would run each operation, by module. Nothing is computed.
+    """In which dtype `autocast(fn, dtype, ...)` would run each operation, by module, and how much error it adds.
 
     `print` shows the table; `.summary()` is one line: the share of each dtype in the FLOPs of matmuls, those of fp8
-    layers too, and which modules stay in float32 and why.
+    layers too, and which modules stay in float32 and why. Nothing is computed, unless `measure` asks for it: then the
+    function runs once, operation by operation, beside float32, and the rows are sorted by the error that each adds,
+
+        added = mean |near - exact| / mean |exact|      near: the operation of exact operands that were rounded once
+
+    in roundings of 16 bits. A matmul adds about one; a layer far above the others is the one to keep in float32.
 
     Args:
       fn: the function.
-      *args: its arguments; arrays may be `jax.ShapeDtypeStruct`.
+      *args: its arguments; arrays may be `jax.ShapeDtypeStruct`, but not to measure.
       dtype: as for `autocast`; a policy or its name, too.
+      policy: the same by the name that other functions give it.
+      measure: whether to run the function, and to measure the error of each operation.
+      grad: whether to measure the gradient of the function too, by all of its float arguments: of its result, or of the
+        sum of its results.
       allow: as for `autocast`.
       force_fp32: as for `autocast`.
       widest: as for `autocast`.
@@ -241,7 +254,8 @@ def explain_autocast(
       An `Explanation`, which prints as a table.
 
     Raises:
-      ValueError: as `autocast`; a function that is one of autocast already.
+      ValueError: as `autocast`; a function that is one of autocast already; shapes in place of arrays to measure;
+        `grad` without `measure`; both `dtype` and `policy`.
       TypeError: `fn` is no function.
 
     Example:
@@ -251,14 +265,30 @@ def explain_autocast(
       ('dot_general', 'float16', 'allow')
       >>> explanation.summary()
       'matmul FLOPs: 100.0% in float16'
+      >>> near = lambda x, w: (x @ w + 1000.0) - 1000.0
+      >>> worst = explain_autocast(near, jnp.full((2, 8), 0.3), jnp.ones((8, 4)), measure=True).rows[0]
+      >>> worst.name, worst.added > 100
+      ('sub', True)
     """
+    if grad and not measure:
+        raise ValueError("explain_autocast: grad=True measures the gradient too; it needs measure=True")
+    if policy is not None:
+        if dtype is not jnp.float16:
+            raise ValueError(f"explain_autocast: give dtype= or policy=, not both; got {dtype!r} and {policy!r}")
+        dtype = policy
     dtype, chooser = _with_recipe(dtype, recipe, filter)
     policy = get_policy(dtype) if is_policy(dtype) else None
-    kept = {} if policy is None else _kept_by(policy)
+    keeps = None if policy is None else _kept_by(policy)
     dtype = dtype if policy is None else _dtype_of(policy)
-    lists = cast_lists.make_lists(dtype, allow, force_fp32, widest, modules, **kept)
+    lists = cast_lists.make_lists(dtype, allow, force_fp32, widest, modules, keeps)
     with contextlib.nullcontext() if policy is None else _fp8_and_precision(policy, enabled=True, filter=filter):
-        return explain.explain(fn, lists._replace(chooser=chooser), args, kwargs)
+        lists = lists._replace(chooser=chooser)
+        found = explain.explain(fn, lists, args, kwargs)
+        if measure:
+            if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((args, kwargs))):
+                raise ValueError("explain_autocast: measure=True runs the function; got a jax.ShapeDtypeStruct")
+            found = explain.measure(fn, lists, args, kwargs, found, grad=grad)
+        return found
 
 
 def _with_recipe(dtype: Any, recipe: Any, filter: chosen_layers.Filter) -> tuple[Any, Any]:
@@ -300,9 +330,7 @@ def around_loss(policy: Policy | None, *, is_default: bool) -> Iterator[None]:
     kept_fp8 = in_fp8 or (is_default and (now.fp8_layers is not None or not ambient.FP8_ENABLED.value))
     lists = outer if outer is not None and kept else cast_lists.make_lists(wanted)
     if lists.dtype is not None and lists.keeps is None:  # the region around has no policy, or one without keep_fp32
-        kept = _kept_by(policy)
-        tells = lists.tells_of_float32 and kept["tells_of_float32"]
-        lists = lists._replace(keeps=kept["keeps"], tells_of_float32=tells)
+        lists = lists._replace(keeps=_kept_by(policy))
     if policy.recipe is not None and not kept_fp8 and lists.chooser is None and not regions.is_tracing():
         lists = lists._replace(chooser=fp8_products.chooser_of(policy.recipe, of_policy=True))
     with contextlib.ExitStack() as stack:
@@ -310,7 +338,6 @@ def around_loss(policy: Policy | None, *, is_default: bool) -> Iterator[None]:
             stack.enter_context(rewrite.region_of(lists))
         # The guard of losses warns if the loss of a policy multiplies nothing in fp8, so its region does not.
         stack.enter_context(_fp8_and_precision(policy, enabled=True, fp8=not kept_fp8))
-        stack.enter_context(float32_layers.told_of())
         yield
 
 
@@ -327,15 +354,14 @@ def _fp8_and_precision(
         if enabled:
             stack.enter_context(policy.default_matmul_precision())
         if fp8 and policy.recipe is not None:
-            rule = chosen_layers.Rule("jaxmp.autocast", policy.recipe, filter, _kept_by(policy)["keeps"])
+            rule = chosen_layers.Rule("jaxmp.autocast", policy.recipe, filter, _kept_by(policy))
             stack.enter_context(linen_layers.region(rule, enabled=enabled, idle_only=idle_only))
         yield
 
 
-def _kept_by(policy: Policy) -> dict[str, Any]:
-    """What the lists know of a policy: the layers that it keeps in float32, and whether the user said so."""
-    keeps = chosen_layers.KeptLayers(policy.keep_fp32) if policy.keep_fp32 else None
-    return {"keeps": keeps, "tells_of_float32": not policy.says_keep_fp32}
+def _kept_by(policy: Policy) -> chosen_layers.KeptLayers | None:
+    """The layers that a policy keeps in float32."""
+    return chosen_layers.KeptLayers(policy.keep_fp32) if policy.keep_fp32 else None
 
 
 def _dtype_of(policy: Policy) -> np.dtype:

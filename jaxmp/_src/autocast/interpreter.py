@@ -1,0 +1,518 @@
+"""Runs a function that was traced in float32 again, with casts: one pass over its jaxpr.
+
+    fn  --make_jaxpr, float32-->  jaxpr  --find_uses, backwards-->  who reads each value
+                                         --run, forwards-->         JAX operations with casts
+
+For each equation `choose` names the dtype; the operands are cast to it, and the primitive is bound again. The results
+are ordinary JAX values: they can be differentiated, batched, compiled and traced for another autocast.
+
+`jit` is written out. `checkpoint`, `scan`, `while`, `cond` and `shard_map` are called again with a function that runs
+their body; a derivative rule is traced in float32 and run like a function (`derivative_rules`).
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core, source_info_util
+
+from jaxmp._src.autocast import cast_lists, choices, constants, derivative_rules, loop_sums, products, regions, values
+from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
+from jaxmp._src.autocast.choices import Choice
+from jaxmp._src.autocast.value_uses import Uses, find_uses
+from jaxmp._src.autocast.values import CONSTANTS, DATA, FLOAT32, WEIGHTS, Value, cast, result
+from jaxmp._src.base import compat, vmap_rules
+from jaxmp._src.programs import compiled, jaxprs, module_paths
+
+Place = tuple[int, ...]  # of an equation: its number, of the function in it, of the equation in that function, ...
+
+
+class At(NamedTuple):
+    """Where an equation is.
+
+    Attributes:
+      place: the numbers that lead to it.
+      stack: its whole name stack.
+      lists: the lists that hold there.
+      times: how often it runs.
+      in_loop: whether it is in a loop.
+      own_derivative: whether it is in a function with a derivative rule of its own.
+    """
+
+    place: Place
+    stack: str
+    lists: CastLists
+    times: int = 1
+    in_loop: bool = False
+    own_derivative: bool = False
+
+    @classmethod
+    def top(cls, lists: CastLists) -> "At":
+        """A whole function, which is called here."""
+        return cls((), "", cast_lists.at_call(lists))
+
+    def function(self, k: int) -> "At":
+        """In function `k` of the equation."""
+        return self._replace(place=(*self.place, k))
+
+
+class Interpreter:
+    """Runs functions.
+
+    Args:
+      recorder: told of each equation: `(eqn, operands, choice, results, at)`. An equation in a loop or a branch may be
+        told of twice, from the same place.
+      narrow: by place, what runs a matmul in place of its primitive (`weighted_matmuls.Product`).
+    """
+
+    def __init__(self, recorder: Any = None, narrow: dict[Place, Any] | None = None):
+        self.recorder = recorder
+        self.narrow = narrow or {}
+
+    def run(self, function: Any, inputs: Sequence[Value], at: At, uses: Uses | None = None) -> list[Value]:
+        """The results of a function, which is a jaxpr and its constants."""
+        jaxpr, consts = function
+        uses = uses or find_uses(jaxpr, at.lists, (False,) * len(jaxpr.outvars))
+        known = dict(zip(jaxpr.constvars, map(values.constant, consts), strict=True))
+        known |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def look_up(atom: Any) -> Value:
+            return values.literal(atom) if isinstance(atom, core.Literal) else known[atom]
+
+        for i, eqn in enumerate(jaxpr.eqns):
+            stack = str(eqn.source_info.name_stack)
+            lists, scope = regions.read(stack, at.lists)
+            here = at._replace(place=(*at.place, i), stack=module_paths.join(at.stack, stack), lists=lists)
+            operands = [look_up(v) for v in eqn.invars]
+            # Casts, too, have the name of the layer that reads their result, and the line of code it comes from.
+            line = source_info_util.user_context(eqn.source_info.traceback)
+            with jax.named_scope(scope) if scope else contextlib.nullcontext(), line, eqn.ctx.manager:
+                results = self._equation(i, eqn, operands, here, uses)
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [look_up(v) for v in jaxpr.outvars]
+
+    def _equation(self, i: int, eqn: Any, operands: list[Value], at: At, uses: Uses) -> list[Value]:
+        name, functions = eqn.primitive.name, ()
+        if name in _FUNCTIONS and not cast_lists.is_linear_algebra(eqn) and not choices.has_other_floats(eqn):
+            functions = jaxprs.functions_of(eqn)
+        if functions and cast_lists.group_of(eqn, at.lists) != "force_fp32" and _changes(functions, at.lists):
+            results = self._call(eqn, functions, operands, at, uses.inner.get(i))
+        else:
+            choice = choices.WRITTEN
+            if functions and at.lists.group(jaxprs.function_name(eqn)) is not None:
+                choice = choice._replace(group="force_fp32")
+            elif name not in _FUNCTIONS:
+                choice = choices.choose(i, eqn, operands, at.lists, uses)
+            results = self._operation(eqn, operands, choice, at)
+            if self.recorder is not None:
+                self.recorder(eqn, operands, choice, results, at)
+            if choice.how == "same":
+                return results
+            made_of = max((v.made_of for v in operands), default=CONSTANTS)
+            for v in results:
+                v.made_of = made_of
+                v.is_cast_down = choice.how in ("low", "once") or FLOAT32 in (choice.dtype, *choice.kept)
+        for v in results:
+            v.keeps_rounding = v.keeps_rounding or (v.is_low and not v.is_held_wide and i not in uses.read_alike)
+        return results
+
+    def _operation(self, eqn: Any, operands: list[Value], choice: Choice, at: At) -> list[Value]:
+        """An equation without functions, or one that runs as it was written."""
+        name, how = eqn.primitive.name, choice.how
+        if how == "same":
+            return operands
+        if how == "low":
+            x = operands[0]
+            return [
+                Value(x.array if x.is_held_wide else x.read(choice.dtype), choice.dtype, x.votes, made_of=x.made_of)
+            ]
+        if how == "again":
+            fun, rule = eqn.params["fun"], eqn.params["rule"]
+            return [result(vmap_rules.call(fun, rule, *(v.read() for v in operands)))]
+        if name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS and (choice.group == "allow" or how == "written"):
+            return [self._matmul(eqn, operands, choice, at)]
+        if how == "written":
+            return _as_written(eqn, operands)
+        if how == "each":
+            says = name in ("pvary", "pcast", "pbroadcast")  # these move nothing
+            found = _bind(eqn, [v.array if says else v.read() for v in operands], None)
+            return [v.holds(x, const=None) for x, v in zip(found, operands, strict=True)]
+        dtype = choice.dtype
+        is_low = dtype in FLOATS and dtype != FLOAT32
+        is_input = name in cast_lists.MOVES and all(v.is_input for v in operands)
+        repeated = [k for k, v in enumerate(operands) if _is_repeated(eqn, k) and v.dtype in FLOATS and v.const is None]
+        is_held = is_input and any(v.is_held_wide or (v.is_float32 and v.made_of == WEIGHTS) for v in operands)
+        if how == "once":
+            found = _rounded_once(eqn, operands, choice)
+        elif is_low and repeated:
+            given = [(v, k in repeated and v.is_float32, choice.operand(k, v)) for k, v in enumerate(operands)]
+            found = [_repeated(eqn, [v.array if is_wide else v.read(d) for v, is_wide, d in given], repeated, dtype)]
+        elif is_low and is_held and name not in cast_lists.INTO_BUFFER:
+            found = _bind(eqn, [v.read(FLOAT32) for v in operands], FLOAT32)  # an input, moved: held in float32, too
+        else:
+            found = _bind(eqn, [v.read(choice.operand(k, v)) for k, v in enumerate(operands)], dtype)
+        const = constants.result(eqn, [v.const for v in operands])
+        results = []
+        for x, out in zip(found, eqn.outvars, strict=True):
+            if out.aval.dtype not in FLOATS or choice.result is None:
+                results.append(Value(x, out.aval.dtype, out.aval.ndim > 0))
+                continue
+            v = Value(x, choice.result, out.aval.ndim > 0, const, is_input, home=choice.home, summed=choice.summed)
+            if name in cast_lists.BEFORE_CAST and len(operands) == 1:
+                # A broadcast scalar does not vote. A full array of one number does, except where values are picked.
+                v.const = operands[0].const
+                v.votes = operands[0].votes or v.const is not None
+            if not (is_input and v.is_held_wide):
+                v.array = cast(x, choice.result)
+            results.append(v)
+        return results
+
+    def _matmul(self, eqn: Any, operands: list[Value], choice: Choice, at: At) -> Value:
+        """A matmul or convolution, of 16-bit operands or as it was written."""
+        made_of = [v.made_of for v in operands[:2]]
+        weights = {k: v.array if v.is_float32 else None for k, v in enumerate(operands[:2]) if v.made_of == WEIGHTS}
+        if choice.how == "written":
+            arrays, dtype = [v.read(a.aval.dtype) for v, a in zip(operands, eqn.invars, strict=True)], None
+            result_dtype, is_low = eqn.outvars[0].aval.dtype, arrays[0].dtype in FLOATS - {FLOAT32}
+        else:
+            arrays, dtype = [v.read(choice.dtype) for v in operands], choice.dtype
+            result_dtype, is_low = choice.result, True
+        if (product := self.narrow.get(at.place)) is not None:
+            x = cast(product(*arrays, result_dtype, eqn.params), result_dtype)
+        elif weights and DATA in made_of and is_low:
+            x = products.with_float32_gradients(eqn.primitive, eqn.params, arrays, weights, result_dtype)
+        elif choice.how == "product":
+            x = products.in_float32(eqn.primitive, eqn.params, arrays)
+        elif choice.how == "written":
+            (x,) = jaxprs.run_as_traced(jaxprs.without_scope(eqn), arrays)
+        else:
+            (x,) = _bind(eqn, arrays, dtype)
+        return Value(x, result_dtype, eqn.outvars[0].aval.ndim > 0)
+
+    # Operations with functions inside.
+
+    def _call(self, eqn: Any, functions: Any, operands: list[Value], at: At, uses: Any) -> list[Value]:
+        name, group = eqn.primitive.name, cast_lists.group_of(eqn, at.lists)
+        if group is not None:  # a function that a list names: its parts follow the dtypes of its inputs
+            dtype = at.lists.dtype if group == "allow" else choices.widest(eqn, operands)
+            kept = choices.scalars_to_keep(operands, dtype)
+            choice = Choice("bind", group, dtype, dtype, kept)
+            pairs = [(v, choice.operand(k, v)) for k, v in enumerate(operands)]
+            operands = [v if d in (None, v.dtype) else v.holds(v.read(d), dtype=d, const=None) for v, d in pairs]
+            at, uses = at._replace(lists=at.lists.inside(group)), None
+        elif at.lists.dtype is None:
+            pairs = [(v, getattr(a.aval, "dtype", None)) for v, a in zip(operands, eqn.invars, strict=True)]
+            operands = [v.holds(v.read(d), dtype=d, const=None) for v, d in pairs]
+        uses = uses or (None,) * len(functions)
+        if name in jaxprs.JITS | {"closed_call", "core_call"}:
+            return self._jit(eqn, functions[0], operands, at.function(0), uses[0])
+        if name in jaxprs.WITH_OWN_DERIVATIVE:
+            if self.recorder is not None:
+                self.recorder(eqn, operands, Choice("call", "inside"), [], at)
+            rule = derivative_rules.custom_jvp if name == "custom_jvp_call" else derivative_rules.custom_vjp
+            found = rule(self, eqn, functions[0], operands, at._replace(own_derivative=True), uses[0])
+        elif name in jaxprs.REMATS:
+            found = self._checkpoint(eqn, functions[0], operands, at, uses[0])
+        else:
+            found = getattr(self, f"_{name}")(eqn, functions, operands, at, uses)
+        made_of = max((v.made_of for v in operands), default=CONSTANTS)
+        return [result(x, made_of) for x in found]
+
+    def _jit(self, eqn: Any, function: Any, operands: list[Value], at: At, uses: Any) -> list[Value]:
+        if not compat.is_in_program() and not any(isinstance(v.array, Tracer) for v in operands):
+            run, arrays = self.function(function, operands, at, uses)  # a program of its own, as without autocast
+            return list(map(result, compiled.once(run)(arrays)))
+        given = zip(operands, eqn.params.get("in_shardings") or (None,) * len(operands), strict=True)
+        out = self.run(function, [_constrained(v, s) for v, s in given], at, uses)
+        return [
+            _constrained(v, s) for v, s in zip(out, eqn.params.get("out_shardings") or (None,) * len(out), strict=True)
+        ]
+
+    def function(
+        self, function: Any, inputs: Sequence[Value], at: At, uses: Any, dtypes: Any = None, *, whole: bool = False
+    ) -> tuple[Callable[..., list[Any]], Any]:
+        """(a function in an equation as one of the arrays of `inputs`, these arrays).
+
+        The results come in `dtypes`, by default in those that they count as.
+        """
+        arrays, inside = _entering(inputs, whole=whole)
+
+        def run(arrays: Any) -> list[Any]:
+            out = self.run(function, inside(arrays), at, uses)
+            return [jnp.asarray(v.read(d)) for v, d in zip(out, dtypes or [None] * len(out), strict=True)]
+
+        return run, arrays
+
+    def _checkpoint(self, eqn: Any, function: Any, operands: list[Value], at: At, uses: Any) -> list[Any]:
+        run, arrays = self.function(function, operands, at.function(0), uses)
+        return jax.checkpoint(run, **{k: eqn.params[k] for k in ("prevent_cse", "policy")})(arrays)
+
+    def _cond(self, eqn: Any, functions: Any, operands: list[Value], at: At, uses: Any) -> list[Any]:
+        index, *given = operands
+        branches = [(f, given, at.function(k), u) for k, (f, u) in enumerate(zip(functions, uses, strict=True))]
+        shapes = [jax.eval_shape(*self.function(*branch)) for branch in branches]
+        dtypes = [choices.join(x.dtype for x in alike) for alike in zip(*shapes, strict=True)]
+        runs, (arrays, *_) = zip(*(self.function(*branch, dtypes) for branch in branches), strict=True)
+        platforms = eqn.params.get("branches_platforms")
+        if platforms is None:
+            return lax.switch(index.array, runs, arrays)
+        # `lax.platform_dependent`: a branch need not compile on others than its own
+        by_platform = {p: run for run, names in zip(runs, platforms, strict=True) for p in names or ("default",)}
+        return lax.platform_dependent(arrays, **by_platform)
+
+    def _carried(self, eqn: Any, operands: list[Value], body: Any, first: int, at: At) -> list[Value]:
+        """What a loop carries: in float32 what it adds to in each turn."""
+        carry = loop_sums.carried(operands, body, first)
+        if self.recorder is not None and any(v.dtype != x.dtype for v, x in zip(carry, operands, strict=True)):
+            self.recorder(eqn, [], Choice("loop", "sum over turns"), carry, at)
+        return carry
+
+    def _while(self, eqn: Any, functions: Any, operands: list[Value], at: At, uses: Any) -> list[Any]:
+        (test, body), at = functions, at._replace(in_loop=True)
+        first = eqn.params["cond_nconsts"]
+        second = first + eqn.params["body_nconsts"]
+        carry = self._carried(eqn, operands[second:], body[0], second - first, at)
+        if loop_sums.stops_by_floats(test[0], body[0], first, len(carry)):
+            carry = [v.holds(v.array, dtype=FLOAT32) if v.dtype in FLOATS else v for v in carry]
+
+        def advance(carry: Any, dtypes: Any = None) -> tuple[Any, ...]:
+            inside = [*map(_again, operands[first:second]), *(result(x) for x in carry)]
+            out = self.run(body, inside, at.function(1), uses[1])
+            return tuple(v.read(d) for v, d in zip(out, dtypes or [None] * len(out), strict=True))
+
+        def holds(carry: Any) -> Any:
+            return self.run(test, [*map(_again, operands[:first]), *map(result, carry)], at.function(0), uses[0])[
+                0
+            ].array
+
+        dtypes = _settled(carry, advance)
+        start = tuple(v.read(d) for v, d in zip(carry, dtypes, strict=True))
+        if not test[0].outvars[0].aval.ndim:
+            return list(lax.while_loop(holds, lambda c: advance(c, dtypes), start))
+
+        def advance_rows(state: Any) -> Any:
+            going_on, old = state
+            new = tuple(jaxprs.rows_going_on(going_on, list(advance(old, dtypes)), list(old)))
+            return holds(new), new
+
+        return list(lax.while_loop(lambda state: jnp.any(state[0]), advance_rows, (holds(start), start))[1])
+
+    def _scan(self, eqn: Any, functions: Any, operands: list[Value], at: At, uses: Any) -> list[Any]:
+        params, function = eqn.params, functions[0]
+        n, m = jaxprs.scan_counts(eqn)
+        consts, carry = operands[:n], self._carried(eqn, operands[n : n + m], function[0], n, at)
+        at = at.function(0)._replace(in_loop=True, times=at.times * params["length"])
+        scanned, entered = _entering(operands[n + m :])
+        # What every turn reads enters in float32, so its gradient is summed in float32. What the body hands on as it is
+        # is read from outside, too.
+        consts = [v.holds(v.read(FLOAT32) if v.is_low else v.array) for v in consts]
+        passed = loop_sums.passed(function[0], n, m)
+        read = {k: carry[k].holds(carry[k].read(FLOAT32) if carry[k].is_low else carry[k].array) for k in passed}
+
+        def turn(arrays: Any, rows: Any, dtypes: Any = None) -> Any:
+            before = [_again(read[k]) if k in read else result(x) for k, x in enumerate(arrays)]
+            inside = [*map(_again, consts), *before, *entered(rows)]
+            for v, inner in zip(inside, function[0].invars, strict=True):
+                v.votes = inner.aval.ndim > 0
+            out = self.run(function, inside, at, uses[0])
+            new = [jnp.asarray(v.read(d)) for v, d in zip(out, dtypes or [None] * len(out), strict=True)]
+            return tuple(x if k in read else new[k] for k, x in enumerate(arrays)), tuple(new[m:])
+
+        def first(arrays: Any) -> Any:
+            return turn(arrays, jax.tree.map(lambda x: lax.index_in_dim(x, 0, keepdims=False), scanned))[0]
+
+        dtypes = _settled(carry, first) if params["length"] else [v.dtype for v in carry]
+        out, stacked = lax.scan(
+            lambda arrays, rows: turn(arrays, rows, [*dtypes, *[None] * (len(eqn.outvars) - m)]),
+            tuple(v.read(d) for v, d in zip(carry, dtypes, strict=True)),
+            scanned,
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+            _split_transpose=params.get("_split_transpose", False),
+        )
+        return [*out, *stacked]
+
+    def _shard_map(self, eqn: Any, functions: Any, operands: list[Value], at: At, uses: Any) -> list[Any]:
+        params = eqn.params
+        run, (arrays, wide) = self.function(functions[0], operands, at.function(0), uses[0], whole=True)
+        specs = list(params["in_specs"])
+        mapped = jax.shard_map(
+            lambda arrays, wide: tuple(run((arrays, wide))),
+            mesh=params["mesh"],
+            in_specs=(specs, {k: specs[k] for k in wide}),
+            out_specs=params["out_specs"],
+            check_vma=params["check_vma"],
+            axis_names=params["newly_manual_axes"],
+        )
+        return list(mapped(arrays, wide))
+
+
+_FUNCTIONS = jaxprs.CALLS | jaxprs.CONTROL_FLOW | {"shard_map"}
+
+
+def _entering(inputs: Sequence[Value], *, whole: bool = False) -> tuple[Any, Callable[[Any], list[Value]]]:
+    """(the arrays of values that enter a function, what makes values of them there).
+
+    A 16-bit input enters in 16 bits. If devices sum its gradient, its float32 array enters, too: nobody reads its
+    numbers, but it gets the gradient. `whole` does so for all that is made of such inputs.
+    """
+    wide = {k: v.read(FLOAT32) for k, v in enumerate(inputs) if v.sums_in_float32 and (whole or v.is_held_wide)}
+
+    def inside(given: Any) -> list[Value]:
+        arrays, wide = given
+        found = []
+        for k, (v, x) in enumerate(zip(inputs, arrays, strict=True)):
+            if k in wide:
+                x = products.with_gradient_to(wide[k], x)
+            elif v.is_held_wide:
+                x = lax.convert_element_type(x, FLOAT32)
+            found.append(v.holds(x))
+        return found
+
+    return ([v.read() for v in inputs], wide), inside
+
+
+def _again(v: Value) -> Value:
+    """A value in a function that reads it from outside: its casts are made there."""
+    return v.holds(v.array)
+
+
+def _settled(carry: list[Value], advance: Callable[[Any], Any]) -> list[Any]:
+    """The dtypes that a loop carries: those that its body returns after some turns, or the widest."""
+    dtypes = [v.dtype for v in carry]
+    for turn in range(3 * len(dtypes) + 4):
+        arrays = tuple(v.read(d) for v, d in zip(carry, dtypes, strict=True))
+        after = [x.dtype for x in jax.eval_shape(advance, arrays)]
+        if turn > len(dtypes) + 1:
+            after = [choices.join(pair) for pair in zip(after, dtypes, strict=True)]
+        if after == dtypes:
+            return dtypes
+        dtypes = after
+    raise AssertionError("joining dtypes only widens them")  # float16, bfloat16, float32: two steps at most
+
+
+def _changes(functions: Any, lists: CastLists) -> bool:
+    """Whether autocast can change a function in an equation: it has floats, or where autocast is off, a region."""
+    equations = (eqn for jaxpr, _ in functions for eqn in jaxprs.equations(jaxpr))
+    if lists.dtype is None:
+        return any(regions.is_marked(eqn) for eqn in equations)
+    return any(v.aval.dtype in FLOATS for eqn in equations for v in eqn.invars if hasattr(v.aval, "dtype"))
+
+
+def _constrained(v: Value, sharding: Any) -> Value:
+    if not isinstance(sharding, jax.sharding.Sharding):
+        return v
+    return v.holds(lax.with_sharding_constraint(jnp.asarray(v.array), sharding))
+
+
+def _as_written(eqn: Any, operands: list[Value]) -> list[Value]:
+    """An equation in the dtypes that it was traced with."""
+    name = eqn.primitive.name
+    if name == "convert_element_type" and operands[0].is_input and operands[0].is_float32:
+        if (dtype := eqn.params["new_dtype"]) in FLOATS:  # an input stays held in float32, and counts as the other
+            return [operands[0].holds(operands[0].array, dtype=dtype, const=None)]
+    arrays = [v.read(getattr(a.aval, "dtype", None)) for v, a in zip(operands, eqn.invars, strict=True)]
+    if name in _SIMPLE:
+        found = eqn.primitive.bind(*arrays, **eqn.params)
+        found = found if eqn.primitive.multiple_results else [found]
+    else:
+        found = jaxprs.run_as_traced(jaxprs.without_scope(eqn), arrays)
+    out = list(map(result, found))
+    if name == "convert_element_type":
+        out[0].is_input = operands[0].is_input
+    return out
+
+
+_SIMPLE = cast_lists.ALLOW | cast_lists.FORCE_FP32 | cast_lists.WIDEST | jaxprs.ELEMENTWISE | {"iota"}
+
+
+def _bind(eqn: Any, operands: Sequence[Any], dtype: Any) -> list[Any]:
+    """The primitive again, for operands of another dtype."""
+    name, params = eqn.primitive.name, dict(eqn.params)
+    if name in SCATTERS:  # the update inside was traced for one dtype
+        names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+        return [SCATTERS[name](*operands, **{key: params[key] for key in names})]
+    is_exact = cast_lists.is_short(eqn) or cast_lists.only_sums(eqn)
+    if is_exact and dtype == FLOAT32 and params["precision"] is None:  # else a GPU and a TPU round the operands
+        params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+    is_named = params.get("preferred_element_type") is not None
+    if dtype in FLOATS and (is_named or ("preferred_element_type" in params and dtype == FLOAT32)):
+        params["preferred_element_type"] = dtype
+    found = eqn.primitive.bind(*operands, **params)
+    return list(found) if eqn.primitive.multiple_results else [found]
+
+
+def _rounded_once(eqn: Any, operands: list[Value], choice: Choice) -> list[Any]:
+    """Arithmetic of 16-bit arrays with float32 scalars, and sums of 16-bit numbers: in float32, the result rounded."""
+    # Whether the derivative reads none of the arrays.
+    is_linear = eqn.primitive.name in ("add", "sub", "add_any", "scatter-add", "scatter-sub")
+    is_linear = is_linear or eqn.outvars[0].aval.dtype not in FLOATS
+    is_linear = is_linear or (
+        eqn.primitive.name in ("mul", "div") and any(isinstance(v, core.Literal) for v in eqn.invars)
+    )
+    low = {k: choice.operand(k, v) for k, v in enumerate(operands)}
+
+    def run(*arrays: Any) -> Any:
+        pairs = zip(operands, arrays, strict=True)
+        wide = [values.widened(v.holds(x)) if v.keeps_rounding and x.dtype != FLOAT32 else _wide(x) for v, x in pairs]
+        return cast(_bind(eqn, wide, FLOAT32)[0], choice.result)
+
+    if is_linear:
+        return [run(*(v.array if v.is_held_wide else v.read(low[k]) for k, v in enumerate(operands)))]
+    # A derivative would keep the widened arrays. The checkpoint keeps them in 16 bits, and widens them again.
+    return [jax.checkpoint(run)(*(v.read(low[k]) for k, v in enumerate(operands)))]
+
+
+def _wide(x: Any) -> Any:
+    return cast(x, FLOAT32) if getattr(x, "dtype", None) in FLOATS else x
+
+
+def _is_repeated(eqn: Any, k: int) -> bool:
+    """Whether an equation may use elements of operand `k` several times: rows of a table, a bias, a factor."""
+    name, atom = eqn.primitive.name, eqn.invars[k]
+    if name == "gather":
+        return k == 0
+    if name not in ("broadcast_in_dim", "tile", "add", "sub", "mul") or isinstance(atom, core.Literal):
+        return False
+    return atom.aval.size < eqn.outvars[0].aval.size
+
+
+def _repeated(eqn: Any, arrays: list[Any], repeated: list[int], dtype: Any) -> Any:
+    """An operation in 16 bits that repeats an operand. Its gradient is summed in float32: in bfloat16, 256 + 1 is 256.
+
+    Operands of float32 are cast first, and get a float32 gradient.
+    """
+    floats = [k for k, x in enumerate(arrays) if x.dtype in FLOATS]
+    run = jax.custom_jvp(lambda *xs: eqn.primitive.bind(*(cast(x, dtype) for x in xs), **eqn.params))
+
+    @functools.partial(run.defjvp, symbolic_zeros=True)
+    def derivative(primals: Any, tangents: Any) -> Any:
+        out, total = run(*primals), None
+        for k in floats:
+            if isinstance(t := tangents[k], SymbolicZero):
+                continue
+            within = FLOAT32 if k in repeated else dtype
+            given = [cast(x, within) for x in primals]
+            bind = lambda x, k=k, given=given: eqn.primitive.bind(*given[:k], x, *given[k + 1 :], **eqn.params)  # noqa: E731
+            moved = cast(jax.jvp(bind, (given[k],), (cast(t, within),))[1], dtype)
+            total = moved if total is None else total + moved
+        return out, jnp.zeros_like(out) if total is None else total
+
+    return run(*arrays)
+
+
+SCATTERS = {
+    "scatter": lax.scatter,
+    "scatter-add": lax.scatter_add,
+    "scatter-sub": lax.scatter_sub,
+    "scatter-mul": lax.scatter_mul,
+    "scatter-min": lax.scatter_min,
+    "scatter-max": lax.scatter_max,
+}
