@@ -89,8 +89,7 @@ class Policy(jmp.Policy):
       output_dtype: dtype of `cast_to_output`.
       keep_fp32: patterns of paths; leaves that fit one stay float32, and so does the computation of flax's layers whose
         params all fit.
-      says_keep_fp32: whether the user said `keep_fp32`, also `()`; if not, a warning tells of layers with
-        `dtype=float32` that compute in 16 bits. Not compared.
+      says_keep_fp32: whether the user said `keep_fp32`, also `()`; if not, that of a TrainState holds. Not compared.
       matmul_precision: precision of float32 matmuls inside `default_matmul_precision()`; None leaves jax's own.
       recipe: fp8 recipe of the policy's matmuls, a `DelayedScaling()` for "fp8"; None: no fp8.
       fp8_weights: whether kernels of fp8 layers are stored in fp8; see `get_policy`.
@@ -263,8 +262,7 @@ def get_policy(
         (float32 params, float16 computation), `"bf16-mixed"`, `"mixed_bfloat16"`, `"32-true"`, `"fp8-delayed"`; a
         `jmp.Policy`; or a `Policy`, whose patterns are extended by those of `keep_fp32`.
       keep_fp32: patterns of paths such as `"encoder/LayerNorm_0/scale"`; leaves that fit one stay float32, and under
-        the policy a flax layer whose params all fit (`"head/*"`) computes in float32. `()`: none stays, and no warning
-        tells of layers with `dtype=float32` that compute in 16 bits.
+        the policy a flax layer whose params all fit (`"head/*"`) computes in float32. `()`: none stays.
       fp8_weights: whether `cast_to_param` stores the kernels of layers with delayed fp8 scaling in fp8, one byte per
         weight. They then have float32 masters and bfloat16 gradients, and only `jaxmp.apply_gradients` can write them.
       reduce_dtype: float32: `value_and_grad` makes the gradients of weights in float32 (the products of 16-bit

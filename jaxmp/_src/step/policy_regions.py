@@ -115,8 +115,8 @@ def autocast(
     losses) run in float32; all others in the widest dtype of their inputs. float64, complex, integers, keys and fp8 are
     not cast. Params stay float32 outside, and so do their gradients. `fn` is always traced in float32, so that it is
     the same function with 16-bit params: their gradients are 16-bit, its loss is float32. A flax module with a 16-bit
-    `dtype` of its own keeps it; `dtype=float32`, the default of many models, is no request, and one warning for each
-    trace lists such layers. A policy keeps the layers in float32 whose params all fit its `keep_fp32`.
+    `dtype` of its own keeps it; `dtype=float32`, the default of many models, is no request, and
+    `explain_autocast` says so in the row of such a layer. A policy keeps the layers in float32 whose params all fit its `keep_fp32`.
 
         step = jax.jit(jaxmp.autocast(loss_fn, jnp.bfloat16))       a transformation of a function
         @jaxmp.autocast(dtype=jnp.float16)                          a decorator; methods of linen and nnx modules too
@@ -154,8 +154,7 @@ def autocast(
       widest: names that run in the widest dtype of their inputs.
       modules: dtypes of flax modules by patterns of their paths, as `{"head": jnp.float32,
         "Block_3/*": jnp.bfloat16}`; the first that fits counts, and holds for what the module calls unless that is
-        named itself. nnx modules have paths where they are arguments of `fn`. Given, also as `{}`, it silences the
-        warning about layers with `dtype=float32`.
+        named itself. nnx modules have paths where they are arguments of `fn`.
       output_dtype: casts the floats that `fn` returns; None leaves each in the dtype it was computed in.
       recipe: a recipe without state (`CurrentScaling`, `RowwiseScaling`, `BlockScaling`, `MXFP8`,
         `NVFP4(stochastic_rounding=False)`), or a dict from patterns of paths to several. It replaces the policy's, also
@@ -177,8 +176,7 @@ def autocast(
 
     Warns:
       UserWarning: patterns of `modules` that fit no module which was called, when `fn` is traced, or at the end of a
-        region; layers with `dtype=float32` that compute in 16 bits; a region in which nothing was called that it can
-        change; a function with `recipe=` in which nothing runs in fp8; a linen model of which a policy's recipe
+        region; a region in which nothing was called that it can change; a function with `recipe=` in which nothing runs in fp8; a linen model of which a policy's recipe
         chose no layer; a function that holds no layer for a policy's `DelayedScaling`.
 
     Example:

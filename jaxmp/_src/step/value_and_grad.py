@@ -125,9 +125,8 @@ def value_and_grad(
 
     Warns:
       UserWarning: when the loss is traced: 16-bit params, or a policy that computes in 16 bits (the one given here, or
-        that of the optimizer), and no matmul or convolution runs in 16 bits or fp8; layers with `dtype=float32` that
-        compute in 16 bits, if the policy has not said `keep_fp32`; fp8 layers whose scales are not differentiated;
-        float16 matmuls without a loss scale; a float16 loss.
+        that of the optimizer), and no matmul or convolution runs in 16 bits or fp8; fp8 layers whose scales
+        are not differentiated; float16 matmuls without a loss scale; a float16 loss.
 
     Example:
       >>> import jaxmp, optax
