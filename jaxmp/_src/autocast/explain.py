@@ -14,7 +14,7 @@ from jaxmp._src.autocast import cast_lists, flax_layers, regions, rewrite, weigh
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
 from jaxmp._src.autocast.choices import Choice
 from jaxmp._src.autocast.interpreter import At, Interpreter, Place
-from jaxmp._src.autocast.measure import Measurement, flops_of
+from jaxmp._src.autocast.measure import Measurement
 from jaxmp._src.autocast.values import Value
 from jaxmp._src.base import tables, vmap_rules
 from jaxmp._src.programs import array_functions, jaxprs
@@ -28,10 +28,10 @@ class ExplainedOp(NamedTuple):
       name: the primitive, or the function that a list names.
       written: the dtype it was written in.
       runs_in: the dtype it would run in.
-      group: the list that decided: `allow`, `force_fp32`, `widest`; `feeds float32` (only operations
-        of `force_fp32` read it); `sum over turns` of a loop that adds to a 16-bit value, which it carries in float32; or `written` (unchanged), with the reason, as `written: keep_fp32`. For a matmul in
-        fp8: its recipe, or `fp8 layer`. For a matmul that cannot run in fp8, or that the filter excludes: the reason,
-        as `allow, not fp8: filter`.
+      group: the list that decided: `allow`, `force_fp32`, `widest`; `feeds float32` (only operations of `force_fp32`
+        read it); `sum over turns` of a loop that adds to a 16-bit value, which it carries in float32; or `written`
+        (unchanged), with the reason, as `written: keep_fp32`. For a matmul in fp8: its recipe, or `fp8 layer`. For a
+        matmul that cannot run in fp8, or that the filter excludes: the reason, as `allow, not fp8: filter`.
       count: how many there are; one in a scan counts once for each iteration.
       flops: their floating-point operations together: 2 m n k for a matmul, one for each element elsewhere.
     """
@@ -322,7 +322,9 @@ class _Rows:
         elif narrow is not None and group == "allow":
             group = f"{group}, not fp8: {narrow}"
         self._count(
-            (module, jaxprs.function_name(eqn), written[0], runs_in, group), at.times, at.times * flops_of(eqn) - less
+            (module, jaxprs.function_name(eqn), written[0], runs_in, group),
+            at.times,
+            at.times * jaxprs.flops_of(eqn) - less,
         )
 
     def _add_parts(self, eqn: Any, choice: Choice, at: At, module: str, matmuls: "list[_Matmul]") -> None:
@@ -333,10 +335,12 @@ class _Rows:
             group = "fp8 layer" if x.narrow else _group_of(x.eqn, choice, at.lists)
             path = module if x.narrow else x.module
             self._count(
-                (path, x.eqn.primitive.name, written, x.narrow or written, group), x.times, x.times * flops_of(x.eqn)
+                (path, x.eqn.primitive.name, written, x.narrow or written, group),
+                x.times,
+                x.times * jaxprs.flops_of(x.eqn),
             )
         if not any(x.narrow for x in matmuls):
-            self._add(eqn, [], choice, [], at, module, less=sum(x.times * flops_of(x.eqn) for x in matmuls))
+            self._add(eqn, [], choice, [], at, module, less=sum(x.times * jaxprs.flops_of(x.eqn) for x in matmuls))
 
     def _count(self, key: tuple[str, str, str, str, str], times: int, flops: int) -> None:
         counts = self._rows.setdefault(key, [0, 0])

@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core, source_info_util
 
-from jaxmp._src.autocast import cast_lists, choices, constants, derivative_rules, loop_sums, products, regions, values
+from jaxmp._src.autocast import cast_lists, choices, derivative_rules, loop_sums, products, regions, values
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
 from jaxmp._src.autocast.choices import Choice
 from jaxmp._src.autocast.value_uses import Uses, find_uses
@@ -157,7 +157,7 @@ class Interpreter:
             found = _bind(eqn, [v.read(FLOAT32) for v in operands], FLOAT32)  # an input, moved: held in float32, too
         else:
             found = _bind(eqn, [v.read(choice.operand(k, v)) for k, v in enumerate(operands)], dtype)
-        const = constants.result(eqn, [v.const for v in operands])
+        const = values.folded(eqn, [v.const for v in operands])
         results = []
         for x, out in zip(found, eqn.outvars, strict=True):
             if out.aval.dtype not in FLOATS or choice.result is None:

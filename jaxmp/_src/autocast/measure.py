@@ -7,8 +7,8 @@ The program runs once, operation by operation, with three arrays for each value:
     near     the operation in its own dtype, of the exact operands, each rounded once to the dtype it has there
 
     error    |low - exact|     what the result is off, with all that came before
-    added    what this operation makes of it: the larger of |near - exact|, what it makes of the rounding of its operands
-             and of its own, and of error - error of its operands (error / error of its operands, if that is less)
+    added    what this operation makes of it: the larger of |near - exact|, what it makes of the rounding of its
+             operands and of its own, and of error - error of its operands (or the ratio of both, if less)
 
 as means over the elements, relative to the mean of |exact|, in roundings: half a unit in the last place of the 16-bit
 dtype. A matmul of rounded operands adds about one. A difference of near numbers, an exponent of a large number or a sum
@@ -39,16 +39,7 @@ _SAME_SIZE = cast_lists.MOVES | jaxprs.HANDS_ON | {"convert_element_type", "neg"
 
 
 class Measured(NamedTuple):
-    """Operations of one kind in one module, as they ran.
-
-    Attributes:
-      module: its path, or the function where there is none.
-      name: the primitive.
-      dtype: the narrowest one of its operands and results.
-      in_gradient: whether it is a part of the gradient.
-      count, flops: how many ran, and their floating-point operations.
-      error, added: the largest, in roundings.
-    """
+    """Operations of one kind in one module, as they ran; errors are the largest ones, in roundings."""
 
     module: str
     name: str
@@ -84,11 +75,7 @@ class _Value(NamedTuple):
 
 
 class Measurement:
-    """Runs programs.
-
-    Args:
-      dtype: the 16-bit dtype whose roundings are the unit where nothing is narrower.
-    """
+    """Runs programs; roundings are those of `dtype` where nothing is narrower."""
 
     def __init__(self, dtype: Any):
         self._unit = dtype
@@ -108,7 +95,8 @@ class Measurement:
         known |= dict(zip(jaxpr.invars, inputs, strict=True))
 
         def look_up(atom: Any) -> _Value:
-            return _value(np.asarray(atom.val, jaxprs.dtypes_of([atom])[0])) if _is_literal(atom) else known[atom]
+            is_number = isinstance(atom, core.Literal)
+            return _value(np.asarray(atom.val, *jaxprs.dtypes_of([atom]))) if is_number else known[atom]
 
         for eqn in jaxpr.eqns:
             full = module_paths.join(stack, str(eqn.source_info.name_stack))
@@ -158,7 +146,7 @@ class Measurement:
         place = module_paths.path_of(regions.scope_of(stack)) or jaxprs.place_of(eqn).strip(" ()") or "(top)"
         key = place, eqn.primitive.name, min(dtypes, key=_width).name, module_paths.is_backward(stack)
         row = self._rows.get(key, Measured(*key))
-        row = row._replace(count=row.count + 1, flops=row.flops + flops_of(eqn))
+        row = row._replace(count=row.count + 1, flops=row.flops + jaxprs.flops_of(eqn))
         self._rows[key] = row._replace(error=max(row.error, error), added=max(row.added, added))
 
     def _scan(self, eqn: Any, functions: Any, operands: list[_Value], stack: str) -> list[_Value]:
@@ -188,10 +176,6 @@ class Measurement:
 def _value(x: Any) -> _Value:
     x = x if hasattr(x, "dtype") else np.asarray(x)
     return _Value(x, _wide(x), x.dtype if _is_float(x) else None, 0.0, _mean(x) if _is_float(x) else 0.0)
-
-
-def _is_literal(atom: Any) -> bool:
-    return isinstance(atom, core.Literal)
 
 
 def _is_float(x: Any) -> bool:
@@ -241,7 +225,7 @@ def _grid(eqn: Any, operands: list[_Value], low: list[Any]) -> Any:
     name, floats = eqn.primitive.name, [x.dtype for x in low if _is_float(x)]
     if name == "reduce_precision" and eqn.params["mantissa_bits"] == jnp.finfo(jnp.bfloat16).nmant:
         return jnp.dtype(jnp.bfloat16)
-    grids = [v.grid for v, a in zip(operands, eqn.invars, strict=True) if not _is_literal(a)]
+    grids = [v.grid for v, a in zip(operands, eqn.invars, strict=True) if not isinstance(a, core.Literal)]
     moved = name in cast_lists.MOVES | jaxprs.HANDS_ON | {"convert_element_type"}
     return min([*(g for g in grids if g is not None and moved), *floats, _FLOAT32], key=_width)
 
@@ -284,21 +268,3 @@ def _off(got: Any, exact: Any, scale: float) -> float:
         return math.inf
     distance = float(np.abs(got[finite] - exact[finite]).mean()) if finite.any() else 0.0
     return distance / scale if distance and scale else (math.inf if distance else 0.0)
-
-
-def flops_of(eqn: Any) -> int:
-    """Floating-point operations of one equation: two for each term of a contraction, one for each element elsewhere."""
-    sizes = [math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape")]
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        return 2 * sizes[0] * math.prod(eqn.invars[0].aval.shape[a] for a in contracted)
-    if eqn.primitive.name == "conv_general_dilated":
-        kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
-        return 2 * sizes[0] * math.prod(kernel) // kernel[numbers.rhs_spec[0]]
-    if eqn.primitive.name.startswith(("reduce_", "cum")):
-        return math.prod(eqn.invars[0].aval.shape)
-    inner = jaxprs.functions_of(eqn)
-    if inner:
-        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        return length * sum(flops_of(e) for jaxpr, _ in inner for e in jaxpr.eqns)
-    return max(sizes, default=0)

@@ -1,5 +1,6 @@
 """The values of a function that runs under autocast: an array, the dtype it counts as, and what is known of it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax.core import Tracer
 
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.numerics import casting
+from jaxmp._src.programs import jaxprs
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -166,3 +168,25 @@ def is_exact(number: float | None, dtype: Any) -> bool:
     if number is None or not np.isfinite(number):
         return number is not None
     return bool(abs(number) <= float(jnp.finfo(dtype).max)) and float(np.asarray(number).astype(dtype)) == number
+
+
+_SAME = jaxprs.REARRANGES | jaxprs.HANDS_ON | {"broadcast_in_dim", "stop_gradient"}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative, "abs": np.abs},
+    **{"max": np.maximum, "min": np.minimum, "sqrt": np.sqrt, "square": np.square, "exp": np.exp, "log": np.log},
+    **{"pow": np.power, "rsqrt": lambda x: 1 / np.sqrt(x), "convert_element_type": np.positive},
+}
+
+
+def folded(eqn: Any, consts: list[float | None]) -> float | None:
+    """The number that an equation makes of numbers alone, such as `jnp.sqrt(1e-12)`; None if it is not known."""
+    if not consts or None in consts or len(eqn.outvars) != 1 or eqn.outvars[0].aval.dtype not in FLOATS:
+        return None
+    name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
+    if name in _SAME:
+        return consts[0]
+    with np.errstate(all="ignore"):
+        given = [np.asarray(c).astype(dtype) for c in consts]
+        if name == "integer_pow":
+            return float(np.power(given[0], np.asarray(eqn.params["y"], dtype)))
+        return float(_FUNCTIONS[name](*given)) if name in _FUNCTIONS else None

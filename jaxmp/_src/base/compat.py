@@ -51,14 +51,6 @@ _same = jax.jit(lambda x: x, inline=WRITTEN_OUT)
 _ZERO = np.zeros((), np.bool_)
 
 
-def is_staged(values: Any) -> bool:
-    """Whether operations on some of `values` are written down for a program, and do not run where they are called.
-
-    Tracers alone do not say so: outside of `jax.jit`, derivatives and `jax.vmap` of arrays run at once.
-    """
-    return any(isinstance(x, Tracer) for x in values) and is_in_program()
-
-
 def is_in_program() -> bool:
     """Whether a program is being traced where this is called, which writes operations down."""
     return isinstance(_same(_ZERO), Tracer)

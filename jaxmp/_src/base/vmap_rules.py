@@ -24,17 +24,8 @@ Rule = Callable[[int, Sequence[Array], Sequence[bool]], tuple[Array, int]]
 
 
 def call(fun: Callable[..., Array], rule: Rule, *args: Array) -> Array:
-    """`fun(*args)`, one array of arrays, with a rule for vmap; see the module's docstring. `fun` is hashable.
-
-    It may have a number `unread`: so many last arguments are results of matmuls, from which a kernel computes another
-    argument. Nothing else reads them, so they need no rounding of their own.
-    """
+    """`fun(*args)`, one array of arrays, with a rule for vmap; see the module's docstring. `fun` is hashable."""
     return _call.bind(*args, body=_body(fun, [jax.typeof(x) for x in args]), fun=fun, rule=rule)
-
-
-def result(fun: Callable[..., Array], avals: Sequence[Any]) -> Any:
-    """The type of `fun` of arrays of these types."""
-    return _body(fun, avals).out_avals[0]
 
 
 def _body(fun: Callable[..., Array], avals: Sequence[Any]) -> Any:
@@ -45,11 +36,6 @@ def _body(fun: Callable[..., Array], avals: Sequence[Any]) -> Any:
 def _jitted(fun: Callable[..., Array]) -> Any:
     """`fun` as a function of which jax keeps the trace for each shape."""
     return jax.jit(lambda *args: fun(*args))
-
-
-def is_unread(eqn: Any, i: int) -> bool:
-    """Whether argument `i` of an equation of `call` is one of the last that `fun.unread` counts."""
-    return eqn.primitive.name == NAME and i >= len(eqn.invars) - getattr(eqn.params["fun"], "unread", 0)
 
 
 NAME = "call_with_vmap_rule"

@@ -153,7 +153,7 @@ def dot_general(
         bias = lax.stop_gradient(given[-1])
     if made is not None:
         arrays, treedef = jax.tree.flatten(made)
-        product = product._replace(made=treedef, unread=len(arrays) if made.of_products else 0)
+        product = product._replace(made=treedef)
         given += [compat.as_varying(x, axes) for x in arrays]
     out = product.call(*given).astype(out_dtype)
     return out if bias is None else plus(out, bias)
@@ -201,7 +201,6 @@ class _Product(NamedTuple):
     activation: str | None
     by_own_amax: bool
     made: Any = None  # the structure of this `Made`
-    unread: int = 0  # how many of its arrays are results of matmuls; see `vmap_rules.call`
     members: tuple[tuple[bool, ...], ...] = ()  # for each vmap around, the outermost last: the arguments with its axis
 
     def call(self, *args: Array) -> Array:
@@ -212,7 +211,7 @@ class _Product(NamedTuple):
         """The rule for vmap: a batch of lhs alone becomes rows of lhs."""
         if self.made is not None:  # lhs is cast as it is
             n = len(args) - self.made.num_leaves
-            return self._replace(made=None, unread=0).vmapped(size, args[:n], batched[:n])
+            return self._replace(made=None).vmapped(size, args[:n], batched[:n])
         lhs, *others = args
         if any(batched[1:]) or self.out_sharding is not None:
             return self._replace(members=(*self.members, tuple(batched))).call(*args), 0

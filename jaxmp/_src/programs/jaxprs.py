@@ -5,6 +5,7 @@ gives to the parameter. Other files take the names of primitives from the tables
 """
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -232,3 +233,21 @@ def place_of(eqn: Any) -> str:
     outside = (f for f in frames if f"{os.sep}jax{os.sep}" not in f.file_name)
     found = next(outside, None)
     return "" if found is None else f" ({found.function_name} in {os.path.basename(found.file_name)})"
+
+
+def flops_of(eqn: Any) -> int:
+    """Floating-point operations of one equation: two for each term of a contraction, one for each element elsewhere."""
+    sizes = [math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape")]
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return 2 * sizes[0] * math.prod(eqn.invars[0].aval.shape[a] for a in contracted)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
+        return 2 * sizes[0] * math.prod(kernel) // kernel[numbers.rhs_spec[0]]
+    if eqn.primitive.name.startswith(("reduce_", "cum")):
+        return math.prod(eqn.invars[0].aval.shape)
+    inner = functions_of(eqn)
+    if inner:
+        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        return length * sum(flops_of(e) for jaxpr, _ in inner for e in jaxpr.eqns)
+    return max(sizes, default=0)

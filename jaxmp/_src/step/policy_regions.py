@@ -116,7 +116,8 @@ def autocast(
     not cast. Params stay float32 outside, and so do their gradients. `fn` is always traced in float32, so that it is
     the same function with 16-bit params: their gradients are 16-bit, its loss is float32. A flax module with a 16-bit
     `dtype` of its own keeps it; `dtype=float32`, the default of many models, is no request, and
-    `explain_autocast` says so in the row of such a layer. A policy keeps the layers in float32 whose params all fit its `keep_fp32`.
+    `explain_autocast` says so in the row of such a layer. A policy keeps the layers in float32 whose params all fit its
+    `keep_fp32`.
 
         step = jax.jit(jaxmp.autocast(loss_fn, jnp.bfloat16))       a transformation of a function
         @jaxmp.autocast(dtype=jnp.float16)                          a decorator; methods of linen and nnx modules too
@@ -176,8 +177,9 @@ def autocast(
 
     Warns:
       UserWarning: patterns of `modules` that fit no module which was called, when `fn` is traced, or at the end of a
-        region; a region in which nothing was called that it can change; a function with `recipe=` in which nothing runs in fp8; a linen model of which a policy's recipe
-        chose no layer; a function that holds no layer for a policy's `DelayedScaling`.
+        region; a region in which nothing was called that it can change; a function with `recipe=` in which nothing runs
+        in fp8; a linen model of which a policy's recipe chose no layer; a function that holds no layer for a policy's
+        `DelayedScaling`.
 
     Example:
       >>> import jax
