@@ -8,6 +8,7 @@ process, because `jax.jit` caches what it traced: another function may read an e
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxmp._src.programs import module_paths
 
 _NUMBERS: dict[CastLists, int] = {}
 _LISTS: list[CastLists] = []
+_LOCK = threading.Lock()
 
 
 def current() -> CastLists | None:
@@ -34,7 +36,8 @@ def is_tracing() -> bool:
 @contextlib.contextmanager
 def region(lists: CastLists) -> Iterator[None]:
     """What is traced inside runs by `lists`."""
-    with ambient.AUTOCAST((lists, is_tracing())), _scope(lists):
+    scope = _scope(lists) if is_tracing() else contextlib.nullcontext()  # else nobody reads it
+    with ambient.AUTOCAST((lists, is_tracing())), scope:
         yield
 
 
@@ -50,9 +53,10 @@ def done() -> contextlib.AbstractContextManager[Any]:
 
 def _scope(lists: CastLists) -> contextlib.AbstractContextManager[Any]:
     lists = lists._replace(chooser=None, highest_asks=True)  # the function around has the word
-    if lists not in _NUMBERS:
-        _NUMBERS[lists] = len(_LISTS)
-        _LISTS.append(lists)
+    with _LOCK:
+        if lists not in _NUMBERS:
+            _LISTS.append(lists)
+            _NUMBERS[lists] = len(_LISTS) - 1
     return jax.named_scope(f"{module_paths.REGION}({_NUMBERS[lists]})")
 
 

@@ -279,15 +279,12 @@ class Traced(array_functions.Traced):
         )
         self.function = self.jaxpr, self.consts
         self._stored = [None if stored is None else stored.get(x) for x in self.values]
-        reads = collections.Counter(v for eqn in self.jaxpr.eqns for v in eqn.invars if not isinstance(v, core.Literal))
-        calls = {
-            v
-            for eqn in self.jaxpr.eqns
-            if jaxprs.functions_of(eqn)
-            for v in eqn.invars
-            if not isinstance(v, core.Literal)
-        }
-        self._often = [reads[v] > 1 or v in calls for v in self.jaxpr.invars]
+        reads: collections.Counter[Any] = collections.Counter()
+        for eqn in self.jaxpr.eqns:
+            # What is moved, or enters a function, may be read several times afterwards.
+            times = 2 if eqn.primitive.name in cast_lists.MOVES or jaxprs.functions_of(eqn) else 1
+            reads.update({v: times for v in eqn.invars if not isinstance(v, core.Literal)})
+        self._often = [reads[v] > 1 for v in self.jaxpr.invars]
 
     def inputs(self, arrays: Any = None) -> list[values.Value]:
         """The values of the inputs: of a param that was widened, it counts as what it was."""
