@@ -296,6 +296,24 @@ def test_explain_takes_static_arguments() -> None:
     assert row.name == "dot_general"
 
 
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("lists", [F16, BF16], ids=["in float16", "in bfloat16"])
+def test_a_rounding_that_the_code_makes_stays(lists: Any, dtype: Any) -> None:
+    """Of an input, of what is made of one, and in a region without autocast."""
+
+    def fn(x: jax.Array) -> Any:
+        with jaxmp.autocast(enabled=False):
+            off = x.astype(dtype).astype(F32)
+        return off - x, x.T.astype(dtype).astype(F32) * 1.0, x - lax.reduce_precision(x, 5, 2)
+
+    run = jaxmp.autocast(fn, lists)
+    rounded = X.astype(dtype).astype(F32)
+    for off, moved, reduced in (run(X), jax.jit(run)(X)):
+        assert_exact(off, rounded - X)
+        assert_exact(moved, rounded.T)
+        assert_exact(reduced, X - lax.reduce_precision(X, 5, 2))
+
+
 def test_numpy_scalars_are_numbers() -> None:
     def fn(x: jax.Array, s: Any) -> jax.Array:
         return x @ x * (s if s > 1 else 1)

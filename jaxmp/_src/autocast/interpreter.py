@@ -128,10 +128,8 @@ class Interpreter:
         if how == "same":
             return operands
         if how == "low":
-            x = operands[0]
-            return [
-                Value(x.array if x.is_held_wide else x.read(choice.dtype), choice.dtype, x.votes, made_of=x.made_of)
-            ]
+            (x,) = operands
+            return [Value(x.array if x.is_held_wide else x.read(choice.dtype), choice.dtype, x.votes)]
         if how == "again":
             fun, rule = eqn.params["fun"], eqn.params["rule"]
             return [result(vmap_rules.call(fun, rule, *(v.read() for v in operands)))]
@@ -228,11 +226,8 @@ class Interpreter:
         if not compat.is_in_program() and not any(isinstance(v.array, Tracer) for v in operands):
             run, arrays = self.function(function, operands, at, uses)  # a program of its own, as without autocast
             return list(map(result, compiled.once(run)(arrays)))
-        given = zip(operands, eqn.params.get("in_shardings") or (None,) * len(operands), strict=True)
-        out = self.run(function, [_constrained(v, s) for v, s in given], at, uses)
-        return [
-            _constrained(v, s) for v, s in zip(out, eqn.params.get("out_shardings") or (None,) * len(out), strict=True)
-        ]
+        out = self.run(function, _constrained(operands, eqn.params.get("in_shardings")), at, uses)
+        return _constrained(out, eqn.params.get("out_shardings"))
 
     def function(
         self, function: Any, inputs: Sequence[Value], at: At, uses: Any, dtypes: Any = None, *, whole: bool = False
@@ -287,9 +282,8 @@ class Interpreter:
             return tuple(v.read(d) for v, d in zip(out, dtypes or [None] * len(out), strict=True))
 
         def holds(carry: Any) -> Any:
-            return self.run(test, [*map(_again, operands[:first]), *map(result, carry)], at.function(0), uses[0])[
-                0
-            ].array
+            inside = [*map(_again, operands[:first]), *map(result, carry)]
+            return self.run(test, inside, at.function(0), uses[0])[0].array
 
         dtypes = _settled(carry, advance)
         start = tuple(v.read(d) for v, d in zip(carry, dtypes, strict=True))
@@ -406,18 +400,24 @@ def _changes(functions: Any, lists: CastLists) -> bool:
     return any(v.aval.dtype in FLOATS for eqn in equations for v in eqn.invars if hasattr(v.aval, "dtype"))
 
 
-def _constrained(v: Value, sharding: Any) -> Value:
-    if not isinstance(sharding, jax.sharding.Sharding):
-        return v
-    return v.holds(lax.with_sharding_constraint(jnp.asarray(v.array), sharding))
+def _constrained(given: list[Value], shardings: Any) -> list[Value]:
+    """Values with the shardings that a `jit` gives them."""
+    found = list(given)
+    for k, sharding in enumerate(shardings or ()):
+        if isinstance(sharding, jax.sharding.Sharding):
+            found[k] = given[k].holds(lax.with_sharding_constraint(jnp.asarray(given[k].array), sharding))
+    return found
 
 
 def _as_written(eqn: Any, operands: list[Value]) -> list[Value]:
     """An equation in the dtypes that it was traced with."""
     name = eqn.primitive.name
-    if name == "convert_element_type" and operands[0].is_input and operands[0].is_float32:
-        if (dtype := eqn.params["new_dtype"]) in FLOATS:  # an input stays held in float32, and counts as the other
-            return [operands[0].holds(operands[0].array, dtype=dtype, const=None)]
+    if name == "convert_element_type" and operands[0].is_float32 and (dtype := eqn.params["new_dtype"]) in FLOATS:
+        (x,) = operands
+        if x.is_held_wide and dtype == FLOAT32:
+            return [x.holds(x.array, dtype=dtype)]
+        if x.made_of == WEIGHTS and x.dtype == FLOAT32 and dtype != FLOAT32:  # devices sum its gradient in float32
+            return [x.holds(products.with_gradient_to(x.array, cast(x.array, dtype)), dtype=dtype)]
     arrays = [v.read(getattr(a.aval, "dtype", None)) for v, a in zip(operands, eqn.invars, strict=True)]
     if name in _SIMPLE:
         found = eqn.primitive.bind(*arrays, **eqn.params)
@@ -426,7 +426,7 @@ def _as_written(eqn: Any, operands: list[Value]) -> list[Value]:
         found = jaxprs.run_as_traced(jaxprs.without_scope(eqn), arrays)
     out = list(map(result, found))
     if name == "convert_element_type":
-        out[0].is_input = operands[0].is_input
+        out[0].is_input, out[0].const = operands[0].is_input, values.folded(eqn, [operands[0].const])
     return out
 
 

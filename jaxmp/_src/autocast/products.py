@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxmp._src.autocast.cast_lists import FLOATS
 from jaxmp._src.autocast.values import FLOAT32, cast
 from jaxmp._src.base import compat
+from jaxmp._src.numerics import casting
 from pallas_kernels.by_platform import by_platform
 
 
@@ -106,9 +106,9 @@ def _to_float32(product: Callable[..., Any], *operands: Any) -> Any:
 
 @jax.custom_jvp
 def with_gradient_to(wide: Any, x: Any) -> Any:
-    """16-bit `x` in float32, whose gradient goes to the float32 array `wide`, which holds the same numbers."""
+    """16-bit `x` in float32, whose gradient goes to the float32 array `wide`, of which `x` is the rounding."""
     del wide
-    return lax.convert_element_type(x, FLOAT32)
+    return casting.widened(x)
 
 
 @with_gradient_to.defjvp
