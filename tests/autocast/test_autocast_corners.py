@@ -314,6 +314,35 @@ def test_a_rounding_that_the_code_makes_stays(lists: Any, dtype: Any) -> None:
         assert_exact(reduced, X - lax.reduce_precision(X, 5, 2))
 
 
+def test_products_of_integers_are_integers() -> None:
+    n = jnp.arange(64, dtype=jnp.int32).reshape(8, 8) + 4000
+    small = n.astype(jnp.int8)
+
+    def fn(n: jax.Array, small: jax.Array) -> Any:
+        wide = lax.dot(small, small, preferred_element_type=jnp.int32)
+        image = lax.conv_general_dilated(
+            small[None, None], small[None, None], (1, 1), "SAME", preferred_element_type=jnp.int32
+        )
+        return (
+            n @ n,
+            jnp.vdot(n, n) % 7,
+            n[:, :2] @ n[:2],
+            wide,
+            image,
+            lax.dot(small, small, preferred_element_type=F32),
+        )
+
+    for run in (jaxmp.autocast(fn, BF16), jax.jit(jaxmp.autocast(fn, F16))):
+        out = run(n, small)
+        assert dtypes_of(out) == dtypes_of(fn(n, small))
+        for got, expected in zip(out, fn(n, small), strict=True):
+            assert_exact(got, expected)
+
+
+def dtypes_of(tree: Any) -> list[str]:
+    return [x.dtype.name for x in tree]
+
+
 def test_numpy_scalars_are_numbers() -> None:
     def fn(x: jax.Array, s: Any) -> jax.Array:
         return x @ x * (s if s > 1 else 1)

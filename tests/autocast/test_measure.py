@@ -244,6 +244,16 @@ def test_loops_branches_and_rules_are_gone_through():
     assert found.rows[0].added < 10
 
 
+def test_the_rows_are_those_of_the_function():
+    """Of several results, of 16 bits too, without an operation of the measurement."""
+    fn = lambda x, w: (x @ w, jax.nn.softmax(x @ w), jnp.arange(3))  # noqa: E731
+    w = np.random.default_rng(1).normal(size=(32, 16)).astype(np.float32)
+    for policy in ("bf16", "fp16"):
+        rows = jaxmp.explain_autocast(fn, X, w, policy=policy, measure=True, grad=True).rows
+        assert not any("explain.py" in row.module for row in rows)
+        assert sum(row.count for row in rows if row.name == "dot_general") == 6  # two products
+
+
 def test_errors_name_what_is_missing():
     with pytest.raises(ValueError, match="needs measure=True"):
         jaxmp.explain_autocast(jnp.sin, X, grad=True)

@@ -76,7 +76,8 @@ def choose(i: int, eqn: Any, operands: list[Value], lists: CastLists, uses: Uses
     if name == vmap_rules.NAME:
         return Choice("again", "written")
     group = cast_lists.group_of(eqn, lists)
-    if group is None or has_other_floats(eqn) or cast_lists.is_custom_scatter(eqn):
+    is_of_floats = any(v.dtype in FLOATS for v in operands)  # not so of a matmul of integers
+    if group is None or not is_of_floats or has_other_floats(eqn) or cast_lists.is_custom_scatter(eqn):
         return WRITTEN
     if i in uses.biased and all(fits(lists.dtype, v.const) for v in operands):
         group = "allow"

@@ -196,11 +196,17 @@ def measure(
         return [x for x in jax.tree.leaves(inputs.call(run, arrays)) if array_functions.is_array(x)]
 
     def gradient(scale: float) -> Callable[..., Any]:
-        def loss(*floats: Any) -> Any:
-            out = outputs(*array_functions.with_values(arrays, moving, floats))
-            return scale * sum(jnp.sum(x.astype(jnp.float32)) for x in out if jnp.issubdtype(x.dtype, jnp.floating))
+        """That of the sum of all float results, times a scale, without a sum that the function has not."""
 
-        return jax.grad(loss, range(len(moving)))
+        def floats_of(*floats: Any) -> list[Any]:
+            out = outputs(*array_functions.with_values(arrays, moving, floats))
+            return [x for x in out if jnp.issubdtype(x.dtype, jnp.floating)]
+
+        def run(*floats: Any) -> Any:
+            out, pull = jax.vjp(floats_of, *floats)
+            return pull([jnp.full_like(x, min(scale, float(jnp.finfo(x.dtype).max))) for x in out])
+
+        return run
 
     program, given = outputs, arrays
     if grad:  # scaled as float16 needs it, by the largest scale that does not overflow
