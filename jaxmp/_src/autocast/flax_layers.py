@@ -5,7 +5,7 @@ the lists, unless the policy keeps it.
 
 PyTorch treats some layers as one operation and decides the dtype that they return: batch norm computes in float32 and
 returns its input's dtype, an LSTM or GRU cell and a layer in fp8 return the 16-bit dtype. In a jaxpr, such a layer is
-many ordinary operations. So autocast marks its result with a name that the planner reads.
+many ordinary operations. So autocast marks its result with a name that `choices` reads.
 """
 
 import contextlib

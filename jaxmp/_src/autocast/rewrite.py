@@ -2,9 +2,9 @@
 
 Without autocast, a model casts by hand in a hundred places (`dtype=` of every layer, `astype` around every softmax and
 loss). With autocast, a library chooses the dtype of each operation. PyTorch does so in its dispatcher. jaxmp traces the
-function once, in float32, and runs the jaxpr again with casts inserted:
+function once, in float32, and runs the jaxpr again with casts:
 
-    fn  --make_jaxpr-->  jaxpr  --value_uses, planner-->  a dtype for each operation  --plan_runner-->  JAX operations
+    fn  --make_jaxpr-->  jaxpr  --value_uses, backwards-->  who reads each value  --interpreter, forwards-->  operations
 
 The result is JAX again, so it composes: under and over `jit`, `grad`, `vmap`, `scan`, `remat`, `shard_map`, and with
 layers that have their own derivatives. The derivative of a cast is the cast back, so each gradient has the dtype of its
@@ -89,7 +89,7 @@ def autocast(
 ) -> Any:
     """`jaxmp.autocast` for dtypes; `step.policy_regions.autocast`, which takes policies too, has the arguments.
 
-    `of_lists` are those of `cast_lists.make_lists`; `chooser` says which matmuls run narrower still (`narrow_matmuls`).
+    `of_lists` are those of `cast_lists.make_lists`; `chooser` says which matmuls run narrower still (`weighted_matmuls`).
     """
     if _is_dtype(fn):  # `autocast(jnp.float16)`, as torch.autocast takes its dtype
         fn, dtype = None, fn
