@@ -48,6 +48,17 @@ def test_a_function_inside_may_return_a_number() -> None:
     assert product.dtype == F16 and one == 1.0
 
 
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
+def test_numbers_and_bools_go_through_nested_functions(around: Any) -> None:
+    fn = around(lambda x, flag: (x @ W, flag, True, 2.5, 3))
+    for run in (jaxmp.autocast(lambda x: fn(x, True)), jax.jit(jaxmp.autocast(lambda x: fn(x, True)))):
+        product, *others = run(X)
+        assert product.dtype == F16
+        assert [(x.dtype.name, x.item()) for x in others] == [
+            ("bool", True), ("bool", True), ("float32", 2.5), ("int32", 3)
+        ]  # fmt: skip
+
+
 def test_interpolation_which_is_a_high_primitive() -> None:
     xs = jnp.linspace(-3.0, 3.0, 10)
     expected = np.interp(np.asarray(X), np.asarray(xs), np.asarray(xs) ** 3)

@@ -89,7 +89,7 @@ def autocast(
 ) -> Any:
     """`jaxmp.autocast` for dtypes; `step.policy_regions.autocast`, which takes policies too, has the arguments.
 
-    `of_lists` are those of `cast_lists.make_lists`; `chooser` says which matmuls run narrower still (`weighted_matmuls`).
+    `of_lists` are those of `cast_lists.make_lists`; `chooser` says which matmuls run narrower (`weighted_matmuls`).
     """
     if _is_dtype(fn):  # `autocast(jnp.float16)`, as torch.autocast takes its dtype
         fn, dtype = None, fn
