@@ -18,9 +18,29 @@ from jaxmp._src.autocast.cast_lists import OFF, CastLists
 from jaxmp._src.base import ambient
 from jaxmp._src.programs import module_paths
 
-_NUMBERS: dict[CastLists, int] = {}
-_LISTS: list[CastLists] = []
-_LOCK = threading.Lock()
+
+class _Numbers:
+    """The number of each of the lists that regions had: a few for a program."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: dict[CastLists, int] = {}
+        self._lists: list[CastLists] = []
+
+    def of(self, lists: CastLists) -> int:
+        """The number of lists, the same for equal ones."""
+        with self._lock:
+            if lists not in self._of:
+                self._of[lists] = len(self._lists)
+                self._lists.append(lists)
+            return self._of[lists]
+
+    def lists(self, number: int) -> CastLists:
+        """The lists of a number."""
+        return self._lists[number]
+
+
+_NUMBERS = _Numbers()
 
 
 def current() -> CastLists | None:
@@ -53,11 +73,7 @@ def done() -> contextlib.AbstractContextManager[Any]:
 
 def _scope(lists: CastLists) -> contextlib.AbstractContextManager[Any]:
     lists = lists._replace(chooser=None, highest_asks=True)  # the function around has the word
-    with _LOCK:
-        if lists not in _NUMBERS:
-            _LISTS.append(lists)
-            _NUMBERS[lists] = len(_LISTS) - 1
-    return jax.named_scope(f"{module_paths.REGION}({_NUMBERS[lists]})")
+    return jax.named_scope(f"{module_paths.REGION}({_NUMBERS.of(lists)})")
 
 
 def read(stack: str, lists: CastLists) -> tuple[CastLists, str]:
@@ -65,7 +81,7 @@ def read(stack: str, lists: CastLists) -> tuple[CastLists, str]:
     number, scope = _parts(stack)
     if number is None:
         return lists, scope
-    here = _LISTS[number]
+    here = _NUMBERS.lists(number)
     return here if lists.highest_asks else here._replace(highest_asks=False), scope
 
 
