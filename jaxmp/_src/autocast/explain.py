@@ -79,41 +79,46 @@ class Explanation(NamedTuple):
       rows: one for each kind of operation in each module, in the order they run; if they were measured `MeasuredOp`,
         those that add the largest error first.
       casts: how many values would be cast.
+      plan: if the rows were measured, the rows as they are without that: the FLOPs are theirs.
     """
 
     rows: tuple[Any, ...]
     casts: int
+    plan: tuple[ExplainedOp, ...] = ()
+
+    def _planned(self) -> tuple[ExplainedOp, ...]:
+        return self.plan or self.rows
 
     def flops_by_dtype(self) -> dict[str, int]:
         """The floating-point operations in each dtype."""
         totals: dict[str, int] = {}
-        for row in self.rows:
+        for row in self._planned():
             totals[row.runs_in] = totals.get(row.runs_in, 0) + row.flops
         return totals
 
     def matmul_flops_by_dtype(self) -> dict[str, int]:
         """The floating-point operations of matmuls and convolutions in each dtype, the largest number first."""
-        totals = self._replace(rows=tuple(filter(_is_matmul, self.rows))).flops_by_dtype()
+        totals = Explanation(tuple(filter(_is_matmul, self._planned())), 0).flops_by_dtype()
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def float32_matmuls(self) -> dict[str, str]:
         """The modules with a matmul in float32, and why: `{"Net/head": "keep_fp32"}`."""
         return {
             row.module: row.group.removeprefix("written: ")
-            for row in self.rows
+            for row in self._planned()
             if row.runs_in == "float32" and _is_matmul(row)
         }
 
     def summary(self) -> str:
         """One line: the shares of dtypes in the FLOPs of matmuls, and which modules stay in float32 and why."""
-        rows = _grouped(row for row in self.rows if row.runs_in == "float32" and _is_matmul(row))
+        rows = _grouped(row for row in self._planned() if row.runs_in == "float32" and _is_matmul(row))
         kept = dict.fromkeys(f"{row.module or '(top)'} ({row.group.removeprefix('written: ')})" for row in rows)
         more = [f"and {len(kept) - _SHOWN} more"] if len(kept) > _SHOWN else []
         where = f"; float32: {', '.join([*list(kept)[:_SHOWN], *more])}" if kept else ""
         return f"matmul FLOPs: {_shares(self.matmul_flops_by_dtype())}{where}"
 
     def __str__(self) -> str:
-        if any(isinstance(row, MeasuredOp) for row in self.rows):
+        if self.plan:
             return f"{self._measured()}\n{self.summary()}"
         titles = ("module", "operation", "count", "written", "runs in", "because of", "MFLOP")
         lines = [
@@ -220,13 +225,14 @@ def measure(
     rows = []
     for x in measurement.rows():
         same = None if x.in_gradient else known.get((x.module, x.name)) or known.get(("", x.name))
-        group = "gradient" if x.in_gradient else "cast" if same is None else same.group
+        other = "cast" if x.name == "convert_element_type" else "gradient" if grad else "written"
+        group = "gradient" if x.in_gradient else other if same is None else same.group
         written = x.dtype if same is None else same.written
         rows.append(MeasuredOp(x.module, x.name, written, x.dtype, group, x.count, x.flops, x.error, x.added))
     seen = {(row.module, row.name) for row in rows} | {("", row.name) for row in rows}
     # In a program for several devices operations are not measured.
     rest = [MeasuredOp(*row[:7], None, None) for row in found.rows if (row.module, row.name) not in seen]  # pyright: ignore
-    return found._replace(rows=(*rows, *rest))
+    return Explanation((*rows, *rest), found.casts, found.rows)
 
 
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
