@@ -121,7 +121,9 @@ _JAX = pathlib.PurePath(jax.__file__).parent
 
 LOW_MARK = "jaxmp.autocast.low"  # the name of results that are cast to 16 bits (see `flax_layers`)
 
-FLOATS = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))  # autocast casts between these
+FLOAT32 = np.dtype(np.float32)
+LOW = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16))
+FLOATS = LOW | {FLOAT32}  # autocast casts between these
 
 
 class CastLists(NamedTuple):
@@ -196,7 +198,7 @@ def is_widening(eqn: Any) -> bool:
     """Whether an equation casts from 16 bits to float32, so that casting back gives what there was."""
     if eqn.primitive.name != "convert_element_type" or eqn.params["new_dtype"] != jnp.float32:
         return False
-    return eqn.invars[0].aval.dtype in FLOATS and eqn.invars[0].aval.dtype != jnp.float32
+    return eqn.invars[0].aval.dtype in LOW
 
 
 def is_custom_scatter(eqn: Any) -> bool:

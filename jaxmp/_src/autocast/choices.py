@@ -25,9 +25,9 @@ import numpy as np
 from jax.extend import core
 
 from jaxmp._src.autocast import cast_lists
-from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
+from jaxmp._src.autocast.cast_lists import FLOAT32, FLOATS, LOW, CastLists
 from jaxmp._src.autocast.value_uses import Uses
-from jaxmp._src.autocast.values import CONSTANTS, FLOAT32, Value, fits, is_exact
+from jaxmp._src.autocast.values import CONSTANTS, Value, fits, is_exact
 from jaxmp._src.base import vmap_rules
 from jaxmp._src.programs import jaxprs
 
@@ -114,7 +114,7 @@ def _in_dtype(eqn: Any, operands: list[Value], dtype: Any, group: str) -> Choice
     if group == "widest" and name in cast_lists.BOUNDED and home is not None:
         return Choice("bind", group, dtype, home)
     summed = _summed(eqn, operands, group) if dtype == FLOAT32 else None
-    once = kept or (dtype in FLOATS and dtype != FLOAT32 and cast_lists.rounds_once(eqn))
+    once = kept or (dtype in LOW and cast_lists.rounds_once(eqn))
     return Choice("once" if once else "bind", group, dtype, dtype, kept, home, summed)
 
 
@@ -165,7 +165,7 @@ def _may_be_picked(eqn: Any, k: int, const: float | None, dtype: Any) -> bool:
 
 def scalars_to_keep(operands: list[Value], dtype: Any) -> frozenset[int]:
     """The operands that stay float32 in arithmetic of `dtype`: scalars, except numbers that `dtype` has exactly."""
-    if dtype not in FLOATS or dtype == FLOAT32:
+    if dtype not in LOW:
         return frozenset()
     scalars = (k for k, v in enumerate(operands) if not v.votes and v.dtype == FLOAT32)
     return frozenset(k for k in scalars if not is_exact(operands[k].const, dtype))
@@ -201,7 +201,7 @@ def _averaged(eqn: Any, operands: list[Value]) -> Any:
 
 def _takes_from_input(eqn: Any, operands: list[Value]) -> bool:
     """Whether an equation takes a part of inputs that are 16-bit: rows of a table of params."""
-    moved = [v for v in operands if v.dtype in FLOATS and v.dtype != FLOAT32]
+    moved = [v for v in operands if v.dtype in LOW]
     return eqn.primitive.name in cast_lists.PARTS and bool(moved) and all(v.is_input for v in moved)
 
 

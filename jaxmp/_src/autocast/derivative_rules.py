@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._src.autocast import attention, values
-from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
+from jaxmp._src.autocast.cast_lists import FLOAT32, FLOATS, CastLists
 from jaxmp._src.autocast.value_uses import find_uses
-from jaxmp._src.autocast.values import FLOAT32, WEIGHTS, Value, cast
+from jaxmp._src.autocast.values import WEIGHTS, Value, cast
 from jaxmp._src.programs import jaxprs
 from jaxmp._src.programs.array_functions import with_values
 
 
 def custom_jvp(interpreter: Any, eqn: Any, function: Any, operands: list[Value], at: Any, uses: Any) -> list[Any]:
     """The results of a `jax.custom_jvp`, with its rule."""
-    run, (arrays, _) = interpreter.function(function, operands, at.function(0), uses)
     if any(v.made_of == WEIGHTS for v in operands):  # devices sum gradients: the rule's transpose has their products
         return custom_vjp(interpreter, eqn, function, operands, at, uses)
+    run, (arrays, _) = interpreter.function(function, operands, at.function(0), uses)
     closed, floats = arrays[: eqn.params["num_consts"]], _moving(eqn)
     call = jax.custom_jvp(lambda *xs: tuple(run(([*closed, *xs], {}))))
 

@@ -13,8 +13,8 @@ from jax.extend import core
 from jaxmp._src.autocast import cast_lists, flax_layers, regions, rewrite, weighted_matmuls
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
 from jaxmp._src.autocast.choices import Choice
-from jaxmp._src.autocast.interpreter import At, Interpreter, Place
-from jaxmp._src.autocast.measure import Measurement
+from jaxmp._src.autocast.interpreter import At, Place
+from jaxmp._src.autocast.measure import Measurement, functions_of
 from jaxmp._src.autocast.values import Value
 from jaxmp._src.base import tables, vmap_rules
 from jaxmp._src.programs import array_functions, jaxprs
@@ -165,12 +165,7 @@ def explain(fn: Callable[..., Any], lists: cast_lists.CastLists, args: Any, kwar
             traced = rewrite.Traced(pure, lists, args, kwargs)
             lists.modules.warn_of_idle()
             rows = _Rows({} if lists.chooser is None else weighted_matmuls.choices(traced, lists))
-
-            def interpreted(arrays: Any) -> Any:
-                out = Interpreter(rows.record).run(traced.function, traced.inputs(arrays), At.top(lists))
-                return [v.read() for v in out]
-
-            jax.eval_shape(interpreted, traced.values)
+            traced.tell(rows.record, lists)
             found.append(rows.explanation())
             with regions.region(cast_lists.OFF):
                 return pure(*args, **kwargs)
@@ -318,16 +313,11 @@ class _Rows:
             self._add(eqn, operands, choice, results, at, module)
 
     def _add(self, eqn: Any, operands: Any, choice: Choice, results: Any, at: At, module: str, less: int = 0) -> None:
-        dtypes = (
-            [d for k, v in enumerate(operands) if (d := choice.operand(k, v)) in FLOATS]
-            if choice.how != "written"
-            else []
-        )
-        dtypes += [v.dtype for v in results if v.dtype in FLOATS]
         written = [v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars) if v.aval.dtype in FLOATS]
-        group, runs_in = _group_of(eqn, choice, at.lists), dtypes[0].name if dtypes else written[0]
-        if choice.how == "written":
-            runs_in = written[0]
+        group, runs_in = _group_of(eqn, choice, at.lists), written[0]
+        if choice.how != "written":
+            dtypes = (*(choice.operand(k, v) for k, v in enumerate(operands)), *(v.dtype for v in results))
+            runs_in = next((d.name for d in dtypes if d in FLOATS), runs_in)
         narrow = self._narrow.get(at.place)
         if narrow is not None and not isinstance(narrow, str):
             runs_in, group = narrow.dtype_name, narrow.reason
@@ -396,9 +386,7 @@ class _Matmul(NamedTuple):
 
 def _matmuls_inside(eqn: Any, module: str, times: int) -> list[_Matmul]:
     """The matmuls of the functions in an equation, at any depth; of a choice by platform, those for a GPU."""
-    narrow, functions = None, jaxprs.functions_of(eqn)
-    if eqn.primitive.name == vmap_rules.NAME:
-        functions = (jaxprs.open_jaxpr(eqn.params["body"]),)
+    narrow, functions = None, functions_of(eqn)
     if eqn.primitive.name in (vmap_rules.NAME, "custom_vjp_call"):
         narrow = _narrow_dtype(functions)
     if eqn.params.get("branches_platforms") is not None:

@@ -19,7 +19,7 @@ from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxmp._src.autocast import reach, regions
-from jaxmp._src.autocast.cast_lists import FLOATS, LOW_MARK, OFF, CastLists, asks_for_float32
+from jaxmp._src.autocast.cast_lists import FLOATS, LOW, LOW_MARK, OFF, CastLists, asks_for_float32
 from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.programs import flax_modules, haiku_frames, module_paths
 
@@ -54,7 +54,7 @@ def _by_path(call: flax_modules.ModuleCall) -> Any:
         out = call.run()
         if call.method != "__call__" or not (isinstance(call.module, _ONE_OPERATION) or _is_in_fp8(call.module)):
             return out
-        if _dtype_of(call.module) in _LOW or found is None or found.dtype is None:
+        if _dtype_of(call.module) in LOW or found is None or found.dtype is None:
             return out
         if asks_for_float32(getattr(call.module, "preferred_element_type", None)):  # of a layer in fp8
             return out
@@ -95,7 +95,7 @@ def _lists_for(call: flax_modules.ModuleCall, lists: CastLists) -> CastLists:
     if asks_for_float32(getattr(call.module, "preferred_element_type", None)):
         lists = lists._replace(float32_products="all")
     given = _dtype_of(call.module)
-    if given is not None and given != jnp.float32 and not isinstance(call.module, _ALWAYS_WITH_DTYPE):
+    if given in LOW and not isinstance(call.module, _ALWAYS_WITH_DTYPE):
         return lists._replace(dtype=given, because="")
     if not isinstance(call.module, _IN_FLOAT32_BY_THE_LISTS) and _is_kept(call, lists):
         return lists.off(_KEPT)
@@ -117,7 +117,6 @@ def _is_kept(call: flax_modules.ModuleCall, lists: CastLists) -> bool:
 
 _KEPT = "keep_fp32"
 _NO_REQUEST = "dtype=float32 is no request"
-_LOW = FLOATS - {np.dtype(np.float32)}
 _IN_FLOAT32_BY_THE_LISTS = (linen.BatchNorm, nnx.BatchNorm)  # and their result is that of one operation
 
 

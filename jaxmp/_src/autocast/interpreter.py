@@ -11,7 +11,6 @@ their body; a derivative rule is traced in float32 and run like a function (`der
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,14 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.custom_derivatives import SymbolicZero
 from jax.extend import core, source_info_util
 
 from jaxmp._src.autocast import cast_lists, choices, derivative_rules, loop_sums, products, regions, values
-from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
+from jaxmp._src.autocast.cast_lists import FLOAT32, FLOATS, LOW, CastLists
 from jaxmp._src.autocast.choices import Choice
 from jaxmp._src.autocast.value_uses import Uses, find_uses
-from jaxmp._src.autocast.values import CONSTANTS, DATA, FLOAT32, WEIGHTS, Value, cast, result
+from jaxmp._src.autocast.values import CONSTANTS, DATA, WEIGHTS, Value, cast, result
 from jaxmp._src.base import compat, vmap_rules
 from jaxmp._src.programs import compiled, jaxprs, module_paths
 
@@ -138,11 +136,11 @@ class Interpreter:
         if how == "written":
             return _as_written(eqn, operands)
         if how == "each":
-            says = name in ("pvary", "pcast", "pbroadcast")  # these move nothing
-            found = _bind(eqn, [v.array if says else v.read() for v in operands], None)
+            moves_nothing = name in ("pvary", "pcast", "pbroadcast")
+            found = _bind(eqn, [v.array if moves_nothing else v.read() for v in operands], None)
             return [v.holds(x, const=None) for x, v in zip(found, operands, strict=True)]
         dtype = choice.dtype
-        is_low = dtype in FLOATS and dtype != FLOAT32
+        is_low = dtype in LOW
         is_input = name in cast_lists.MOVES and all(v.is_input for v in operands)
         repeated = [k for k, v in enumerate(operands) if _is_repeated(eqn, k) and v.dtype in FLOATS and v.const is None]
         is_held = is_input and any(v.is_held_wide or (v.is_float32 and v.made_of == WEIGHTS) for v in operands)
@@ -177,7 +175,7 @@ class Interpreter:
         weights = {k: v.array if v.is_float32 else None for k, v in enumerate(operands[:2]) if v.made_of == WEIGHTS}
         if choice.how == "written":
             arrays, dtype = [v.read(a.aval.dtype) for v, a in zip(operands, eqn.invars, strict=True)], None
-            result_dtype, is_low = eqn.outvars[0].aval.dtype, arrays[0].dtype in FLOATS - {FLOAT32}
+            result_dtype, is_low = eqn.outvars[0].aval.dtype, arrays[0].dtype in LOW
         else:
             arrays, dtype = [v.read(choice.dtype) for v in operands], choice.dtype
             result_dtype, is_low = choice.result, True
@@ -239,8 +237,7 @@ class Interpreter:
         arrays, inside = _entering(inputs, whole=whole)
 
         def run(arrays: Any) -> list[Any]:
-            out = self.run(function, inside(arrays), at, uses)
-            return [jnp.asarray(v.read(d)) for v, d in zip(out, dtypes or [None] * len(out), strict=True)]
+            return _arrays(self.run(function, inside(arrays), at, uses), dtypes)
 
         return run, arrays
 
@@ -278,15 +275,14 @@ class Interpreter:
 
         def advance(carry: Any, dtypes: Any = None) -> tuple[Any, ...]:
             inside = [*map(_again, operands[first:second]), *(result(x) for x in carry)]
-            out = self.run(body, inside, at.function(1), uses[1])
-            return tuple(v.read(d) for v, d in zip(out, dtypes or [None] * len(out), strict=True))
+            return tuple(_arrays(self.run(body, inside, at.function(1), uses[1]), dtypes))
 
         def holds(carry: Any) -> Any:
             inside = [*map(_again, operands[:first]), *map(result, carry)]
             return self.run(test, inside, at.function(0), uses[0])[0].array
 
         dtypes = _settled(carry, advance)
-        start = tuple(v.read(d) for v, d in zip(carry, dtypes, strict=True))
+        start = tuple(_arrays(carry, dtypes))
         if not test[0].outvars[0].aval.ndim:
             return list(lax.while_loop(holds, lambda c: advance(c, dtypes), start))
 
@@ -305,17 +301,15 @@ class Interpreter:
         scanned, entered = _entering(operands[n + m :])
         # What every turn reads enters in float32, so its gradient is summed in float32. What the body hands on as it is
         # is read from outside, too.
-        consts = [v.holds(v.read(FLOAT32) if v.is_low else v.array) for v in consts]
-        passed = loop_sums.passed(function[0], n, m)
-        read = {k: carry[k].holds(carry[k].read(FLOAT32) if carry[k].is_low else carry[k].array) for k in passed}
+        consts = list(map(_in_float32, consts))
+        read = {k: _in_float32(carry[k]) for k in loop_sums.passed(function[0], n, m)}
 
         def turn(arrays: Any, rows: Any, dtypes: Any = None) -> Any:
             before = [_again(read[k]) if k in read else result(x) for k, x in enumerate(arrays)]
             inside = [*map(_again, consts), *before, *entered(rows)]
             for v, inner in zip(inside, function[0].invars, strict=True):
                 v.votes = inner.aval.ndim > 0
-            out = self.run(function, inside, at, uses[0])
-            new = [jnp.asarray(v.read(d)) for v, d in zip(out, dtypes or [None] * len(out), strict=True)]
+            new = _arrays(self.run(function, inside, at, uses[0]), dtypes)
             return tuple(x if k in read else new[k] for k, x in enumerate(arrays)), tuple(new[m:])
 
         def first(arrays: Any) -> Any:
@@ -324,7 +318,7 @@ class Interpreter:
         dtypes = _settled(carry, first) if params["length"] else [v.dtype for v in carry]
         out, stacked = lax.scan(
             lambda arrays, rows: turn(arrays, rows, [*dtypes, *[None] * (len(eqn.outvars) - m)]),
-            tuple(v.read(d) for v, d in zip(carry, dtypes, strict=True)),
+            tuple(_arrays(carry, dtypes)),
             scanned,
             length=params["length"],
             reverse=params["reverse"],
@@ -373,6 +367,16 @@ def _entering(inputs: Sequence[Value], *, whole: bool = False) -> tuple[Any, Cal
     return ([v.read() for v in inputs], wide), inside
 
 
+def _arrays(given: Sequence[Value], dtypes: Any = None) -> list[Any]:
+    """The arrays of values in these dtypes, by default in those that they count as."""
+    return [jnp.asarray(v.read(d)) for v, d in zip(given, dtypes or [None] * len(given), strict=True)]
+
+
+def _in_float32(v: Value) -> Value:
+    """A 16-bit value, held in float32."""
+    return v.holds(v.read(FLOAT32) if v.is_low else v.array)
+
+
 def _again(v: Value) -> Value:
     """A value in a function that reads it from outside: its casts are made there."""
     return v.holds(v.array)
@@ -382,8 +386,7 @@ def _settled(carry: list[Value], advance: Callable[[Any], Any]) -> list[Any]:
     """The dtypes that a loop carries: those that its body returns after some turns, or the widest."""
     dtypes = [v.dtype for v in carry]
     for turn in range(3 * len(dtypes) + 4):
-        arrays = tuple(v.read(d) for v, d in zip(carry, dtypes, strict=True))
-        after = [x.dtype for x in jax.eval_shape(advance, arrays)]
+        after = [x.dtype for x in jax.eval_shape(advance, tuple(_arrays(carry, dtypes)))]
         if turn > len(dtypes) + 1:
             after = [choices.join(pair) for pair in zip(after, dtypes, strict=True)]
         if after == dtypes:
@@ -435,10 +438,9 @@ _SIMPLE = cast_lists.ALLOW | cast_lists.FORCE_FP32 | cast_lists.WIDEST | jaxprs.
 
 def _bind(eqn: Any, operands: Sequence[Any], dtype: Any) -> list[Any]:
     """The primitive again, for operands of another dtype."""
-    name, params = eqn.primitive.name, dict(eqn.params)
-    if name in SCATTERS:  # the update inside was traced for one dtype
-        names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-        return [SCATTERS[name](*operands, **{key: params[key] for key in names})]
+    if eqn.primitive.name in jaxprs.SCATTERS:
+        return [jaxprs.scattered(eqn, operands)]
+    params = dict(eqn.params)
     is_exact = cast_lists.is_short(eqn) or cast_lists.only_sums(eqn)
     if is_exact and dtype == FLOAT32 and params["precision"] is None:  # else a GPU and a TPU round the operands
         params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
@@ -451,27 +453,26 @@ def _bind(eqn: Any, operands: Sequence[Any], dtype: Any) -> list[Any]:
 
 def _rounded_once(eqn: Any, operands: list[Value], choice: Choice) -> list[Any]:
     """Arithmetic of 16-bit arrays with float32 scalars, and sums of 16-bit numbers: in float32, the result rounded."""
-    # Whether the derivative reads none of the arrays.
-    is_linear = eqn.primitive.name in ("add", "sub", "add_any", "scatter-add", "scatter-sub")
-    is_linear = is_linear or eqn.outvars[0].aval.dtype not in FLOATS
-    is_linear = is_linear or (
-        eqn.primitive.name in ("mul", "div") and any(isinstance(v, core.Literal) for v in eqn.invars)
+    name, has_number = eqn.primitive.name, any(isinstance(v, core.Literal) for v in eqn.invars)
+    is_linear = (  # its derivative reads none of the arrays
+        name in ("add", "sub", "add_any", "scatter-add", "scatter-sub")
+        or eqn.outvars[0].aval.dtype not in FLOATS
+        or (name in ("mul", "div") and has_number)
     )
-    low = {k: choice.operand(k, v) for k, v in enumerate(operands)}
+    low = [choice.operand(k, v) for k, v in enumerate(operands)]
 
     def run(*arrays: Any) -> Any:
         pairs = zip(operands, arrays, strict=True)
-        wide = [values.widened(v.holds(x)) if v.keeps_rounding and x.dtype != FLOAT32 else _wide(x) for v, x in pairs]
+        wide = [
+            values.widened(v.holds(x)) if v.keeps_rounding and x.dtype != FLOAT32 else cast(x, FLOAT32)
+            for v, x in pairs
+        ]
         return cast(_bind(eqn, wide, FLOAT32)[0], choice.result)
 
     if is_linear:
-        return [run(*(v.array if v.is_held_wide else v.read(low[k]) for k, v in enumerate(operands)))]
+        return [run(*(v.array if v.is_held_wide else v.read(d) for v, d in zip(operands, low, strict=True)))]
     # A derivative would keep the widened arrays. The checkpoint keeps them in 16 bits, and widens them again.
-    return [jax.checkpoint(run)(*(v.read(low[k]) for k, v in enumerate(operands)))]
-
-
-def _wide(x: Any) -> Any:
-    return cast(x, FLOAT32) if getattr(x, "dtype", None) in FLOATS else x
+    return [jax.checkpoint(run)(*(v.read(d) for v, d in zip(operands, low, strict=True)))]
 
 
 def _is_repeated(eqn: Any, k: int) -> bool:
@@ -489,30 +490,14 @@ def _repeated(eqn: Any, arrays: list[Any], repeated: list[int], dtype: Any) -> A
 
     Operands of float32 are cast first, and get a float32 gradient.
     """
-    floats = [k for k, x in enumerate(arrays) if x.dtype in FLOATS]
-    run = jax.custom_jvp(lambda *xs: eqn.primitive.bind(*(cast(x, dtype) for x in xs), **eqn.params))
 
-    @functools.partial(run.defjvp, symbolic_zeros=True)
-    def derivative(primals: Any, tangents: Any) -> Any:
-        out, total = run(*primals), None
-        for k in floats:
-            if isinstance(t := tangents[k], SymbolicZero):
-                continue
-            within = FLOAT32 if k in repeated else dtype
-            given = [cast(x, within) for x in primals]
-            bind = lambda x, k=k, given=given: eqn.primitive.bind(*given[:k], x, *given[k + 1 :], **eqn.params)  # noqa: E731
-            moved = cast(jax.jvp(bind, (given[k],), (cast(t, within),))[1], dtype)
-            total = moved if total is None else total + moved
-        return out, jnp.zeros_like(out) if total is None else total
+    def run(*xs: Any) -> Any:
+        return eqn.primitive.bind(*(cast(x, dtype) for x in xs), **eqn.params)
 
-    return run(*arrays)
+    def tangent_of(k: int, operands: Any, tangent: Any) -> Any:
+        within = FLOAT32 if k in repeated else dtype
+        given = [cast(x, within) for x in operands]
+        bind = lambda x: eqn.primitive.bind(*given[:k], x, *given[k + 1 :], **eqn.params)  # noqa: E731
+        return cast(jax.jvp(bind, (given[k],), (cast(tangent, within),))[1], dtype)
 
-
-SCATTERS = {
-    "scatter": lax.scatter,
-    "scatter-add": lax.scatter_add,
-    "scatter-sub": lax.scatter_sub,
-    "scatter-mul": lax.scatter_mul,
-    "scatter-min": lax.scatter_min,
-    "scatter-max": lax.scatter_max,
-}
+    return products.with_tangents(run, tangent_of, arrays)

@@ -1,11 +1,11 @@
-"""Sums over the iterations of a loop: in float32, as in bfloat16 a sum of ones ends at 256.
+"""What a loop carries in float32: sums over its iterations, as in bfloat16 a sum of ones ends at 256.
 
     jax.lax.scan(lambda c, x: (c + x, None), xs[0], xs[1:])                 a sum
     jax.lax.scan(lambda c, x: (0.99 * c + 0.01 * x, None), xs[0], xs[1:])   is one, too: computed without a matmul
     jax.lax.scan(lambda h, w: (h + f(h @ w), None), h, ws)                  no sum: the stream of a net
     jax.lax.scan(lambda c, x: (c.at[0].set(x), None), c, xs)                no sum: moved, not computed
 
-What is no sum keeps its dtype.
+What is no sum keeps its dtype, unless a `while` compares floats to know when to stop.
 """
 
 import functools
@@ -16,8 +16,8 @@ import numpy as np
 from jax.extend import core
 
 from jaxmp._src.autocast import cast_lists
-from jaxmp._src.autocast.cast_lists import FLOATS
-from jaxmp._src.autocast.values import DATA, FLOAT32, Value
+from jaxmp._src.autocast.cast_lists import FLOAT32, FLOATS
+from jaxmp._src.autocast.values import DATA, Value
 from jaxmp._src.programs import jaxprs
 
 _MOVES = cast_lists.MOVES | cast_lists.EACH_ITS_OWN | jaxprs.HANDS_ON | {"convert_element_type"}

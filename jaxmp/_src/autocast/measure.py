@@ -29,12 +29,11 @@ from jax import lax
 from jax.extend import core
 
 from jaxmp._src.autocast import cast_lists, regions
-from jaxmp._src.autocast.interpreter import SCATTERS
+from jaxmp._src.autocast.cast_lists import FLOAT32
 from jaxmp._src.base import vmap_rules
 from jaxmp._src.programs import jaxprs, module_paths
 
-_FLOAT32 = np.dtype(np.float32)
-_FLOAT32_WIDTH = jnp.finfo(_FLOAT32).nmant
+_FLOAT32_WIDTH = jnp.finfo(FLOAT32).nmant
 _SAME_SIZE = cast_lists.MOVES | jaxprs.HANDS_ON | {"convert_element_type", "neg", "reduce_precision"}
 
 
@@ -104,9 +103,7 @@ class Measurement:
         return [look_up(v) for v in jaxpr.outvars]
 
     def _equation(self, eqn: Any, operands: list[_Value], stack: str) -> list[_Value]:
-        name, functions = eqn.primitive.name, jaxprs.functions_of(eqn)
-        if name == vmap_rules.NAME:
-            functions = (jaxprs.open_jaxpr(eqn.params["body"]),)
+        name, functions = eqn.primitive.name, functions_of(eqn)
         if name in jaxprs.CALLS | {vmap_rules.NAME, jaxprs.BY_PLATFORM} and functions:
             return self._run(functions[0], operands, stack)
         if name == "cond":
@@ -173,6 +170,12 @@ class Measurement:
         return carry
 
 
+def functions_of(eqn: Any) -> Any:
+    """`jaxprs.functions_of`, and the function of a call with a rule for vmap."""
+    is_call = eqn.primitive.name == vmap_rules.NAME
+    return (jaxprs.open_jaxpr(eqn.params["body"]),) if is_call else jaxprs.functions_of(eqn)
+
+
 def _value(x: Any) -> _Value:
     x = x if hasattr(x, "dtype") else np.asarray(x)
     return _Value(x, _wide(x), x.dtype if _is_float(x) else None, 0.0, _mean(x) if _is_float(x) else 0.0)
@@ -183,7 +186,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _wide(x: Any) -> Any:
-    return x.astype(_FLOAT32) if _is_float(x) and x.dtype.itemsize < _FLOAT32.itemsize else x
+    return x.astype(FLOAT32) if _is_float(x) and x.dtype.itemsize < FLOAT32.itemsize else x
 
 
 def _width(dtype: Any) -> int:
@@ -205,15 +208,13 @@ def _exact(eqn: Any, operands: list[_Value], low: list[Any]) -> list[Any]:
     params = dict(eqn.params)
     for key in ("new_dtype", "preferred_element_type"):
         if params.get(key) is not None and jnp.issubdtype(params[key], jnp.floating):
-            params[key] = _FLOAT32
+            params[key] = FLOAT32
     if name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
         params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST) if name in jaxprs.MATMULS else None
     try:
-        if name in SCATTERS:  # the update inside was traced for one dtype
-            names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-            found: Any = SCATTERS[name](*given, **{key: params[key] for key in names})
-        else:
-            found = eqn.primitive.bind(*map(jnp.asarray, given), **params)
+        if name in jaxprs.SCATTERS:
+            return [jaxprs.scattered(eqn, given)]
+        found: Any = eqn.primitive.bind(*map(jnp.asarray, given), **params)
     except Exception:  # whatever a primitive of others raises for another dtype
         return list(map(_wide, low))
     found = list(found) if eqn.primitive.multiple_results else [found]
@@ -227,7 +228,7 @@ def _grid(eqn: Any, operands: list[_Value], low: list[Any]) -> Any:
         return jnp.dtype(jnp.bfloat16)
     grids = [v.grid for v, a in zip(operands, eqn.invars, strict=True) if not isinstance(a, core.Literal)]
     moved = name in cast_lists.MOVES | jaxprs.HANDS_ON | {"convert_element_type"}
-    return min([*(g for g in grids if g is not None and moved), *floats, _FLOAT32], key=_width)
+    return min([*(g for g in grids if g is not None and moved), *floats, FLOAT32], key=_width)
 
 
 def _size(eqn: Any, operands: list[_Value]) -> float:

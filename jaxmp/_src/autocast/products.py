@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jaxmp._src.autocast.cast_lists import FLOATS
-from jaxmp._src.autocast.values import FLOAT32, cast
+from jaxmp._src.autocast.cast_lists import FLOAT32, FLOATS
+from jaxmp._src.autocast.values import cast
 from jaxmp._src.base import compat
 from jaxmp._src.numerics import casting
 from pallas_kernels.by_platform import by_platform
@@ -30,24 +30,30 @@ def in_float32(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) 
     In float16 a tangent may be too large for 16 bits, as the product itself.
     """
     dtype = next(x.dtype for x in operands if x.dtype in FLOATS)
-    low, wide = (params | {"preferred_element_type": np.dtype(d)} for d in (dtype, FLOAT32))
-    run = jax.custom_jvp(lambda *xs: _to_float32(functools.partial(primitive.bind, **wide), *xs))
+    low, wide = (params | {"preferred_element_type": d} for d in (dtype, FLOAT32))
+
+    def tangent_of(k: int, operands: Any, tangent: Any) -> Any:
+        given = [*operands[:k], tangent, *operands[k + 1 :]]
+        if dtype == jnp.bfloat16:
+            return primitive.bind(*given, **low).astype(FLOAT32)
+        if primitive.name != "dot_general":  # jax transposes others for operands of one dtype
+            given = [cast(x, FLOAT32) for x in given]
+        return primitive.bind(*given, **wide)
+
+    return with_tangents(lambda *xs: _to_float32(functools.partial(primitive.bind, **wide), *xs), tangent_of, operands)
+
+
+def with_tangents(run: Callable[..., Any], tangent_of: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    """`run(*operands)`, whose tangent is the sum of `tangent_of(k, operands, tangent of k)` over its floats."""
+    run = jax.custom_jvp(run)
 
     @functools.partial(run.defjvp, symbolic_zeros=True)
     def derivative(primals: Any, tangents: Any) -> Any:
         out = run(*primals)
-        total = None
-        for i, t in enumerate(tangents):
-            if isinstance(t, SymbolicZero):
-                continue
-            given = [*primals[:i], t, *primals[i + 1 :]]
-            if dtype == jnp.bfloat16:
-                moved = primitive.bind(*given, **low).astype(FLOAT32)
-            else:  # jax transposes others than `dot_general` for operands of one dtype
-                same = primitive.name != "dot_general"
-                moved = primitive.bind(*(cast(x, FLOAT32) if same else x for x in given), **wide)
-            total = moved if total is None else total + moved
-        return out, jnp.zeros_like(out) if total is None else total
+        pairs = enumerate(zip(primals, tangents, strict=True))
+        moving = [(k, t) for k, (x, t) in pairs if x.dtype in FLOATS and not isinstance(t, SymbolicZero)]
+        parts = [tangent_of(k, primals, t) for k, t in moving]
+        return out, functools.reduce(lax.add, parts) if parts else jnp.zeros_like(out)
 
     return run(*operands)
 

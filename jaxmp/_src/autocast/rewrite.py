@@ -252,8 +252,7 @@ def _rewritten(fn: Callable[..., Any], lists: CastLists, stored: ByIdentity | No
         traced = Traced(fn, lists, args, kwargs, stored)
         narrow = {} if lists.chooser is None else weighted_matmuls.products(traced, lists)
         with regions.done():
-            out = Interpreter(narrow=narrow).run(traced.function, traced.inputs(), At.top(lists))
-            return traced.unflatten([v.read() for v in out])
+            return traced.unflatten(traced.run(Interpreter(narrow=narrow), lists, traced.values))
 
     return wrapped
 
@@ -277,7 +276,6 @@ class Traced(array_functions.Traced):
             # Always in float32: with 16-bit params it must be the same function.
             as_traced=lambda aval: aval.update(dtype=np.dtype(np.float32)),
         )
-        self.function = self.jaxpr, self.consts
         self._stored = [None if stored is None else stored.get(x) for x in self.values]
         reads: collections.Counter[Any] = collections.Counter()
         for eqn in self.jaxpr.eqns:
@@ -286,16 +284,19 @@ class Traced(array_functions.Traced):
             reads.update({v: times for v in eqn.invars if not isinstance(v, core.Literal)})
         self._often = [reads[v] > 1 for v in self.jaxpr.invars]
 
-    def inputs(self, arrays: Any = None) -> list[values.Value]:
-        """The values of the inputs: of a param that was widened, it counts as what it was."""
-        found = []
-        arrays = self.values if arrays is None else arrays
+    def run(self, interpreter: Interpreter, lists: CastLists, arrays: Any) -> list[Any]:
+        """The results of the function by these lists; a param that was widened counts as what it was."""
+        inputs = []
         for x, dtype, often in zip(arrays, self._stored, self._often, strict=True):
             if dtype is not None:
-                found.append(values.held(x, dtype, values.WEIGHTS))
+                inputs.append(values.held(x, dtype, values.WEIGHTS))
             else:
-                found.append(values.held(x) if often else values.Value(x, x.dtype, x.ndim > 0, None, True))
-        return found
+                inputs.append(values.held(x) if often else values.Value(x, x.dtype, x.ndim > 0, None, True))
+        return [v.read() for v in interpreter.run((self.jaxpr, self.consts), inputs, At.top(lists))]
+
+    def tell(self, recorder: Any, lists: CastLists) -> None:
+        """Tells a recorder of each equation as it would run; nothing is computed."""
+        jax.eval_shape(lambda arrays: self.run(Interpreter(recorder), lists, arrays), self.values)
 
 
 def is_float_array(x: Any) -> bool:

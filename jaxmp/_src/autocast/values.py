@@ -9,11 +9,9 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jaxmp._src.autocast.cast_lists import FLOATS
+from jaxmp._src.autocast.cast_lists import FLOAT32, FLOATS, LOW
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import jaxprs
-
-FLOAT32 = np.dtype(np.float32)
 
 # What a value is made of: the largest of these among the operands of the operation that made it.
 CONSTANTS, WEIGHTS, DATA = range(3)
@@ -37,11 +35,8 @@ class Value:
         the same number, so a cast to float32 keeps the rounding, also where XLA would compute with more precision.
     """
 
-    __slots__ = (
-        *("array", "dtype", "votes", "const", "is_input", "made_of", "home", "summed", "is_cast_down"),
-        "keeps_rounding",
-        "_casts",
-    )
+    _KNOWN = ("dtype", "votes", "const", "is_input", "made_of", "home", "summed", "is_cast_down", "keeps_rounding")
+    __slots__ = ("_casts", "array", *_KNOWN)
 
     def __init__(
         self,
@@ -78,13 +73,12 @@ class Value:
 
     def holds(self, array: Any, **others: Any) -> "Value":
         """A value that is known alike and holds another array."""
-        names = (name for name in self.__slots__[1:-1] if name not in others)
-        return Value(array, **{name: getattr(self, name) for name in names}, **others)
+        return Value(array, **({name: getattr(self, name) for name in self._KNOWN} | others))
 
     @property
     def is_low(self) -> bool:
         """Whether it counts as 16 bits and is no known number."""
-        return self.dtype in FLOATS and self.dtype != FLOAT32 and self.const is None
+        return self.dtype in LOW and self.const is None
 
     @property
     def is_float32(self) -> bool:
@@ -99,7 +93,7 @@ class Value:
     @property
     def is_held_wide(self) -> bool:
         """Whether it counts as 16 bits and is held in float32."""
-        return self.dtype != FLOAT32 and self.is_float32
+        return self.dtype in LOW and self.is_float32
 
 
 def result(x: Any, made_of: int = DATA) -> Value:

@@ -12,11 +12,10 @@ own, because it chooses its dtypes itself.
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
 
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
-from jaxmp._src.autocast.interpreter import At, Interpreter, Place
+from jaxmp._src.autocast.interpreter import At, Place
 from jaxmp._src.autocast.values import Value
 from jaxmp._src.base import vmap_rules
 from jaxmp._src.programs import jaxprs, module_paths
@@ -84,11 +83,7 @@ def choices(traced: Any, lists: CastLists) -> dict[Place, Product | str]:
         if operation is not None:
             found.setdefault(at.place, operation)
 
-    def run(arrays: Any) -> Any:
-        out = Interpreter(record).run(traced.function, traced.inputs(arrays), At.top(lists))
-        return [v.read() for v in out]
-
-    jax.eval_shape(run, traced.values)
+    traced.tell(record, lists)
     operations = list(found.values())
     chosen = zip(operations, lists.chooser.choose(operations), strict=True)
     return {operation.place: choice for operation, choice in chosen if choice is not None}

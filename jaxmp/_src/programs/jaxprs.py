@@ -37,6 +37,16 @@ ELEMENTWISE = frozenset(
     "bitcast_convert_type device_put stop_gradient reduce_precision".split()
 )
 
+# These hold a jaxpr of their update, which was traced for one dtype.
+SCATTERS = {
+    "scatter": lax.scatter,
+    "scatter-add": lax.scatter_add,
+    "scatter-sub": lax.scatter_sub,
+    "scatter-mul": lax.scatter_mul,
+    "scatter-min": lax.scatter_min,
+    "scatter-max": lax.scatter_max,
+}
+
 # Data movement: the result has every element of the operand once, ...
 REARRANGES = frozenset({"reshape", "squeeze", "transpose", "rev", "copy", "copy_p"})  # ... perhaps in another place
 HANDS_ON = frozenset(  # ... unchanged: the equation says something about the value
@@ -207,6 +217,12 @@ def where(eqn: Any, scope: str | None = None) -> Iterator[None]:
     scope = str(eqn.source_info.name_stack) if scope is None else scope
     with jax.named_scope(scope) if scope else contextlib.nullcontext(), eqn.ctx.manager:
         yield
+
+
+def scattered(eqn: Any, operands: Sequence[Any]) -> Any:
+    """A scatter again, for operands of another dtype than it was traced for."""
+    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    return SCATTERS[eqn.primitive.name](*operands, **{name: eqn.params[name] for name in names})
 
 
 def without_scope(eqn: Any) -> Any:
