@@ -43,7 +43,7 @@ def lowered(x: Any) -> Any:
     """`x` as the result of a matmul: 16 bits under autocast, and exact."""
     if not is_float(x):
         return x
-    return (jnp.stack([x, x], -1) @ jnp.full((2, 1), 0.5))[..., 0]
+    return (jnp.stack([x] * 8, -1) @ jnp.full((8, 1), 1 / 8))[..., 0]  # four elements would be no matmul
 
 
 def flat(fn: Any) -> Any:

@@ -13,7 +13,7 @@ All others are sums of what arrives, in float32 if one of it is.
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core
@@ -43,50 +43,48 @@ class Value(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """The additions of a jaxpr that add a bias, by number; and its values."""
+    """What was found in a function.
 
-    equations: frozenset[int]
-    values: dict[Any, Value]
+    Attributes:
+      lists, groups: the lists of each equation, and its group by these.
+      equations: the additions that add a bias, by number, and which operand it is.
+      inner: for each equation with functions inside, what was found in these; not for jax's linear algebra.
+      results: what is known of its results.
+    """
 
-    def inputs_of_call(self, atoms: list[Any]) -> tuple[Value, ...]:
-        """These variables and literals as inputs of a function inside; alike for calls that are alike.
-
-        Each is a source, and shares those of the inputs that it has sources with.
-        """
-        values = [self.of(atom) for atom in atoms]
-        inputs = [(1 << k, v.sources) for k, v in enumerate(values) if v.is_input]
-        return tuple(
-            Value(1 << i | sum(bit for bit, sources in inputs if sources & v.sources and bit != 1 << i), v.is_input)
-            for i, v in enumerate(values)
-        )
-
-    def of(self, atom: Any) -> Value:
-        """What is known of a variable or a literal."""
-        return _CONSTANT if isinstance(atom, core.Literal) else self.values[atom]
+    lists: list[CastLists]
+    groups: list[str | None]
+    equations: dict[int, int]
+    inner: dict[int, tuple["Biases", ...]]
+    results: list[Value]
 
 
-_CONSTANT = Value(0, is_input=True)
+def find(jaxpr: Any, lists: CastLists, inputs: Sequence[Value] | None = None) -> Biases:
+    """Finds the biases of a function with these inputs, for lists that hold outside of regions.
 
-
-def find(jaxpr: Any, lists: CastLists, inputs: tuple[Value, ...]) -> Biases:
-    """Finds the biases of a jaxpr with these inputs, for lists that hold outside of regions."""
-    values = dict.fromkeys(jaxpr.constvars, _CONSTANT) | dict(zip(jaxpr.invars, inputs, strict=True))
-    so_far = Biases(frozenset(), values)
-    biased = set()
-    for i, eqn in enumerate(jaxpr.eqns):
-        operands = [so_far.of(v) for v in eqn.invars]
+    Without `inputs` it is a whole function, whose inputs have nothing in common.
+    """
+    inputs = [Value(1 << i, is_input=True) for i in range(len(jaxpr.invars))] if inputs is None else inputs
+    known = dict.fromkeys(jaxpr.constvars, _CONSTANT) | dict(zip(jaxpr.invars, inputs, strict=True))
+    at = [regions.lists_of(eqn, lists) for eqn in jaxpr.eqns]
+    groups = [cast_lists.group_of(eqn, here) for eqn, here in zip(jaxpr.eqns, at, strict=True)]
+    biased, inside = {}, {}
+    for i, (eqn, here) in enumerate(zip(jaxpr.eqns, at, strict=True)):
+        operands = [_CONSTANT if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
         name = eqn.primitive.name
         sources = functools.reduce(operator.or_, (v.sources for v in operands), 0)
         results = [Value(sources)] * len(eqn.outvars)
-        here = regions.lists_of(eqn, lists)
-        if name in jaxprs.CALLS and (functions := jaxprs.functions_of(eqn)):
-            inner = find(functions[0][0], here, tuple(Value(v.sources, v.is_input) for v in operands))
-            results = [inner.of(v) for v in functions[0][0].outvars]
-            if name not in jaxprs.JITS:  # what has its own derivative may have its own dtypes, too
-                results = [v._replace(features=()) for v in results]
+        if not cast_lists.is_linear_algebra(eqn) and (functions := jaxprs.functions_of(eqn)):
+            given = [Value(v.sources, v.is_input) for v in operands]
+            pairs = zip(functions, _inputs_of_functions(eqn, given), strict=True)
+            inside[i] = tuple(find(inner, here, inputs) for (inner, _), inputs in pairs)
+            if name in jaxprs.JITS:
+                results = inside[i][0].results
+            elif name in jaxprs.CALLS:  # what has its own derivative may have its own dtypes, too
+                results = [v._replace(features=()) for v in inside[i][0].results]
         elif name in jaxprs.MATMULS:
             # The bias of a product that runs in float32 is added in float32.
-            if cast_lists.group_of(eqn, here) == "allow" and not cast_lists.returns_float32(eqn, here):
+            if groups[i] == "allow" and not cast_lists.returns_float32(eqn, here):
                 results = [Value(sources, features=_features_of(eqn), is_conv=name == "conv_general_dilated")]
         elif name in _PARTS or name in _MOVED:
             moved = _moved(eqn, operands[0]) if name in _MOVED else Value(0)
@@ -95,11 +93,31 @@ def find(jaxpr: Any, lists: CastLists, inputs: tuple[Value, ...]) -> Biases:
         elif name == "add":
             for k in (0, 1):
                 if _is_bias(eqn, k, operands):
-                    biased.add(i)
+                    biased[i] = k
                     product = operands[1 - k]
                     results = [Value(product.sources, features=product.features, is_conv=product.is_conv)]
-        values |= dict(zip(eqn.outvars, results, strict=True))
-    return Biases(frozenset(biased), values)
+        known |= dict(zip(eqn.outvars, results, strict=True))
+    results = [_CONSTANT if isinstance(v, core.Literal) else known[v] for v in jaxpr.outvars]
+    return Biases(at, groups, biased, inside, results)
+
+
+def _inputs_of_functions(eqn: Any, operands: list[Value]) -> list[list[Value]]:
+    """The inputs of each function in an equation; what a loop carries is computed."""
+    name, params = eqn.primitive.name, eqn.params
+    carried = [v._replace(is_input=False) for v in operands]
+    if name == "cond":
+        return [operands[1:]] * len(params["branches"])
+    if name == "while":
+        n = params["cond_nconsts"]
+        m = n + params["body_nconsts"]
+        return [operands[:n] + carried[m:], operands[n:m] + carried[m:]]
+    if name == "scan":
+        n, m = jaxprs.scan_counts(eqn)
+        return [operands[:n] + carried[n : n + m] + operands[n + m :]]
+    return [operands]
+
+
+_CONSTANT = Value(0, is_input=True)
 
 
 def _is_bias(eqn: Any, k: int, operands: list[Value]) -> bool:

@@ -184,21 +184,20 @@ class CastLists(NamedTuple):
 OFF = CastLists(None)
 
 
-def is_mark(eqn: Any) -> bool:
-    """Whether an equation is the mark of a layer's result."""
-    return eqn.primitive.name == "name" and eqn.params["name"] == LOW_MARK
+def kind_of_cast(eqn: Any, dtype: Any) -> str | None:
+    """What an equation casts, in a function with autocast to `dtype`.
 
-
-def is_cast_to(eqn: Any, dtype: Any) -> bool:
-    """Whether an equation casts to a dtype."""
-    return eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == dtype
-
-
-def is_widening(eqn: Any) -> bool:
-    """Whether an equation casts from 16 bits to float32, so that casting back gives what there was."""
-    if eqn.primitive.name != "convert_element_type" or eqn.params["new_dtype"] != jnp.float32:
-        return False
-    return eqn.invars[0].aval.dtype in LOW
+    `"same"`: nothing, perhaps its weak type; `"low"`: to `dtype`; `"mark"`: it is the mark of a layer's 16-bit result;
+    `"wide"`: 16 bits to float32, so that casting back gives what there was; None: no cast of these.
+    """
+    if eqn.primitive.name == "name":
+        return "mark" if eqn.params["name"] == LOW_MARK else None
+    if eqn.primitive.name != "convert_element_type":
+        return None
+    given, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    if given == new:
+        return "same"
+    return "low" if new == dtype else "wide" if given in LOW and new == FLOAT32 else None
 
 
 def is_custom_scatter(eqn: Any) -> bool:
@@ -233,17 +232,12 @@ def names_precision(eqn: Any, lists: "CastLists") -> bool:
     return True
 
 
-def at_call(lists: "CastLists") -> "CastLists":
-    """The lists for a function that is called here, perhaps with the highest precision as the default."""
-    return lists._replace(highest_asks=not jaxprs.default_is_highest())
-
-
 def returns_float32(eqn: Any, lists: "CastLists") -> bool:
     """Whether a product asks for a float32 result of 16-bit operands: of those it was traced with, or of its lists."""
     if eqn.primitive.name not in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
         return False
     given = {v.aval.dtype for v in eqn.invars if v.aval.dtype in FLOATS}
-    asks = asks_for_float32(eqn.params.get("preferred_element_type")) and np.dtype(np.float32) not in given
+    asks = asks_for_float32(eqn.params.get("preferred_element_type")) and FLOAT32 not in given
     return asks or lists.float32_products == "all"
 
 
@@ -301,11 +295,6 @@ def is_linear_algebra(eqn: Any) -> bool:
     name, file = jaxprs.source_of(eqn)
     path = pathlib.PurePath(file)
     return "linalg" in (path.stem, path.parent.name) and path.is_relative_to(_JAX) and name not in PRODUCTS
-
-
-def is_no_cast(eqn: Any) -> bool:
-    """Whether an equation converts to the same dtype; perhaps only its weak type changes."""
-    return eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.params["new_dtype"]
 
 
 def make_lists(

@@ -67,15 +67,16 @@ def choose(i: int, eqn: Any, operands: list[Value], lists: CastLists, uses: Uses
     """How equation `i` of a function, one without functions inside, runs."""
     name = eqn.primitive.name
     is_low = bool(operands) and operands[0].dtype == lists.dtype
-    if cast_lists.is_no_cast(eqn) or (is_low and cast_lists.is_cast_to(eqn, lists.dtype)):
+    cast = cast_lists.kind_of_cast(eqn, lists.dtype)
+    if cast == "same" or (is_low and cast == "low"):
         return Choice("same", "widest")
     if lists.dtype is None:
         return WRITTEN
-    if cast_lists.is_mark(eqn) or (is_low and i in uses.low and cast_lists.is_widening(eqn)):
+    if cast == "mark" or (is_low and i in uses.low and cast == "wide"):
         return Choice("low", "allow", lists.dtype, lists.dtype)
     if name == vmap_rules.NAME:
         return Choice("again", "written")
-    group = cast_lists.group_of(eqn, lists)
+    group = uses.groups[i]
     is_of_floats = any(v.dtype in FLOATS for v in operands)  # not so of a matmul of integers
     if group is None or not is_of_floats or has_other_floats(eqn) or cast_lists.is_custom_scatter(eqn):
         return WRITTEN
@@ -93,12 +94,17 @@ def choose(i: int, eqn: Any, operands: list[Value], lists: CastLists, uses: Uses
         group = "force_fp32"  # a product that sums nothing
     if name in cast_lists.EACH_ITS_OWN and group == "widest":
         return Choice("each", "widest") if len(operands) == len(eqn.outvars) else WRITTEN
-    if group == "force_fp32" or (group == "widest" and _is_reciprocal(eqn)):
+    is_reciprocal = (name == "integer_pow" and eqn.params["y"] < 0) or (
+        name == "div" and isinstance(eqn.invars[0], core.Literal)
+    )
+    if group == "force_fp32" or (group == "widest" and is_reciprocal):
         return _in_dtype(eqn, operands, FLOAT32, "force_fp32")
     is_moved_low = i in uses.low and name in cast_lists.BEFORE_CAST
     if group == "allow" or (is_moved_low and all(fits(lists.dtype, v.const) for v in operands)):
         return _in_dtype(eqn, operands, lists.dtype, group)
-    if i in uses.wide and not _takes_from_input(eqn, operands):
+    low = [v for v in operands if v.dtype in LOW]
+    takes_rows = name in cast_lists.PARTS and bool(low) and all(v.is_input for v in low)  # of a table of 16-bit params
+    if i in uses.wide and not takes_rows:
         return _in_dtype(eqn, operands, FLOAT32, "feeds float32")
     if name in cast_lists.INTO_BUFFER:
         return _in_dtype(eqn, operands, operands[0].dtype, group)
@@ -197,15 +203,3 @@ def _averaged(eqn: Any, operands: list[Value]) -> Any:
     if eqn.primitive.name == "mul" and numbers[0]:
         operands, numbers = operands[::-1], numbers[::-1]
     return operands[0].summed if numbers[1] else None
-
-
-def _takes_from_input(eqn: Any, operands: list[Value]) -> bool:
-    """Whether an equation takes a part of inputs that are 16-bit: rows of a table of params."""
-    moved = [v for v in operands if v.dtype in LOW]
-    return eqn.primitive.name in cast_lists.PARTS and bool(moved) and all(v.is_input for v in moved)
-
-
-def _is_reciprocal(eqn: Any) -> bool:
-    if eqn.primitive.name == "integer_pow":
-        return eqn.params["y"] < 0
-    return eqn.primitive.name == "div" and isinstance(eqn.invars[0], core.Literal)

@@ -53,7 +53,7 @@ class At(NamedTuple):
     @classmethod
     def top(cls, lists: CastLists) -> "At":
         """A whole function, which is called here."""
-        return cls((), "", cast_lists.at_call(lists))
+        return cls((), "", lists._replace(highest_asks=not jaxprs.default_is_highest()))
 
     def function(self, k: int) -> "At":
         """In function `k` of the equation."""
@@ -76,7 +76,7 @@ class Interpreter:
     def run(self, function: Any, inputs: Sequence[Value], at: At, uses: Uses | None = None) -> list[Value]:
         """The results of a function, which is a jaxpr and its constants."""
         jaxpr, consts = function
-        uses = uses or find_uses(jaxpr, at.lists, (False,) * len(jaxpr.outvars))
+        uses = uses or find_uses(jaxpr, at.lists)
         known = dict(zip(jaxpr.constvars, map(values.constant, consts), strict=True))
         known |= dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -85,8 +85,8 @@ class Interpreter:
 
         for i, eqn in enumerate(jaxpr.eqns):
             stack = str(eqn.source_info.name_stack)
-            lists, scope = regions.read(stack, at.lists)
-            here = at._replace(place=(*at.place, i), stack=module_paths.join(at.stack, stack), lists=lists)
+            scope = regions.scope_of(stack)
+            here = at._replace(place=(*at.place, i), stack=module_paths.join(at.stack, stack), lists=uses.lists[i])
             operands = [look_up(v) for v in eqn.invars]
             # Casts, too, have the name of the layer that reads their result, and the line of code it comes from.
             line = source_info_util.user_context(eqn.source_info.traceback)
@@ -96,14 +96,14 @@ class Interpreter:
         return [look_up(v) for v in jaxpr.outvars]
 
     def _equation(self, i: int, eqn: Any, operands: list[Value], at: At, uses: Uses) -> list[Value]:
-        name, functions = eqn.primitive.name, ()
-        if name in _FUNCTIONS and not cast_lists.is_linear_algebra(eqn) and not choices.has_other_floats(eqn):
+        name, group, functions = eqn.primitive.name, uses.groups[i], ()
+        if name in _FUNCTIONS and i in uses.inner and not choices.has_other_floats(eqn):
             functions = jaxprs.functions_of(eqn)
-        if functions and cast_lists.group_of(eqn, at.lists) != "force_fp32" and _changes(functions, at.lists):
-            results = self._call(eqn, functions, operands, at, uses.inner.get(i))
+        if functions and group != "force_fp32" and _changes(functions, at.lists):
+            results = self._call(eqn, group, functions, operands, at, uses.inner[i])
         else:
             choice = choices.WRITTEN
-            if functions and at.lists.group(jaxprs.function_name(eqn)) is not None:
+            if functions and group is not None:
                 choice = choice._replace(group="force_fp32")
             elif name not in _FUNCTIONS:
                 choice = choices.choose(i, eqn, operands, at.lists, uses)
@@ -147,8 +147,8 @@ class Interpreter:
         if how == "once":
             found = _rounded_once(eqn, operands, choice)
         elif is_low and repeated:
-            given = [(v, k in repeated and v.is_float32, choice.operand(k, v)) for k, v in enumerate(operands)]
-            found = [_repeated(eqn, [v.array if is_wide else v.read(d) for v, is_wide, d in given], repeated, dtype)]
+            arrays = [v.read(FLOAT32 if k in repeated else choice.operand(k, v)) for k, v in enumerate(operands)]
+            found = [_repeated(eqn, arrays, repeated, dtype)]
         elif is_low and is_held and name not in cast_lists.INTO_BUFFER:
             found = _bind(eqn, [v.read(FLOAT32) for v in operands], FLOAT32)  # an input, moved: held in float32, too
         else:
@@ -193,15 +193,17 @@ class Interpreter:
 
     # Operations with functions inside.
 
-    def _call(self, eqn: Any, functions: Any, operands: list[Value], at: At, uses: Any) -> list[Value]:
-        name, group = eqn.primitive.name, cast_lists.group_of(eqn, at.lists)
+    def _call(
+        self, eqn: Any, group: str | None, functions: Any, operands: list[Value], at: At, uses: Any
+    ) -> list[Value]:
+        name = eqn.primitive.name
         if group is not None:  # a function that a list names: its parts follow the dtypes of its inputs
             dtype = at.lists.dtype if group == "allow" else choices.widest(eqn, operands)
             kept = choices.scalars_to_keep(operands, dtype)
             choice = Choice("bind", group, dtype, dtype, kept)
             pairs = [(v, choice.operand(k, v)) for k, v in enumerate(operands)]
             operands = [v if d in (None, v.dtype) else v.holds(v.read(d), dtype=d, const=None) for v, d in pairs]
-            at, uses = at._replace(lists=at.lists.inside(group)), None
+            at = at._replace(lists=at.lists.inside(group))
         elif at.lists.dtype is None:
             pairs = [(v, getattr(a.aval, "dtype", None)) for v, a in zip(operands, eqn.invars, strict=True)]
             operands = [v.holds(v.read(d), dtype=d, const=None) for v, d in pairs]
@@ -486,18 +488,16 @@ def _is_repeated(eqn: Any, k: int) -> bool:
 
 
 def _repeated(eqn: Any, arrays: list[Any], repeated: list[int], dtype: Any) -> Any:
-    """An operation in 16 bits that repeats an operand. Its gradient is summed in float32: in bfloat16, 256 + 1 is 256.
+    """An operation in 16 bits that repeats arrays, in float32: so their gradients are summed in float32.
 
-    Operands of float32 are cast first, and get a float32 gradient.
+    In bfloat16, 256 + 1 is 256.
     """
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    if name not in ("add", "sub", "mul"):
+        return cast(_bind(eqn, arrays, FLOAT32)[0], dtype)
 
     def run(*xs: Any) -> Any:
-        return eqn.primitive.bind(*(cast(x, dtype) for x in xs), **eqn.params)
+        wide = [jnp.broadcast_to(x, shape) if k in repeated else x for k, x in enumerate(xs)]
+        return _bind(eqn, [cast(x, dtype) for x in wide], dtype)[0]
 
-    def tangent_of(k: int, operands: Any, tangent: Any) -> Any:
-        within = FLOAT32 if k in repeated else dtype
-        given = [cast(x, within) for x in operands]
-        bind = lambda x: eqn.primitive.bind(*given[:k], x, *given[k + 1 :], **eqn.params)  # noqa: E731
-        return cast(jax.jvp(bind, (given[k],), (cast(tangent, within),))[1], dtype)
-
-    return products.with_tangents(run, tangent_of, arrays)
+    return jax.checkpoint(run)(*arrays) if name == "mul" else run(*arrays)  # its derivative would keep a repeated array

@@ -76,18 +76,11 @@ def _scope(lists: CastLists) -> contextlib.AbstractContextManager[Any]:
     return jax.named_scope(f"{module_paths.REGION}({_NUMBERS.of(lists)})")
 
 
-def read(stack: str, lists: CastLists) -> tuple[CastLists, str]:
-    """(the lists of an equation under a name stack, else `lists`; the stack without what autocast reads of it)."""
-    number, scope = _parts(stack)
-    if number is None:
-        return lists, scope
-    here = _NUMBERS.lists(number)
-    return here if lists.highest_asks else here._replace(highest_asks=False), scope
-
-
 def lists_of(eqn: Any, lists: CastLists) -> CastLists:
     """The lists of an equation in a function that runs by `lists`."""
-    return read(str(eqn.source_info.name_stack), lists)[0]
+    number, _ = _parts(str(eqn.source_info.name_stack))
+    here = lists if number is None else _NUMBERS.lists(number)
+    return here if lists.highest_asks or not here.highest_asks else here._replace(highest_asks=False)
 
 
 def is_marked(eqn: Any) -> bool:

@@ -14,11 +14,12 @@ about its neighbours correct its dtype:
 """
 
 import collections
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from jaxmp._src.autocast import biases, cast_lists, regions
+from jaxmp._src.autocast import biases, cast_lists
 from jaxmp._src.autocast.cast_lists import CastLists
 from jaxmp._src.programs import jaxprs
 
@@ -27,6 +28,7 @@ class Uses(NamedTuple):
     """The answers to these questions; equations are numbered by their place in the jaxpr.
 
     Attributes:
+      lists, groups: the lists of each equation, and its group by these.
       low_inputs: for each input, whether only operations in 16 bits use it.
       wide_inputs: for each input, whether only operations in float32 use it.
       low: equations whose results go to operations in 16 bits only.
@@ -34,9 +36,11 @@ class Uses(NamedTuple):
       biased: equations that add a bias to a matmul or a convolution.
       tamed: equations whose results all end in bounded functions.
       read_alike: equations whose results are read by operations in float32 alone, or by one operation.
-      inner: for each equation with functions inside, the answers for these.
+      inner: for each equation with functions inside, the answers for these; none for those that a list names.
     """
 
+    lists: list[CastLists]
+    groups: list[str | None]
     low_inputs: tuple[bool, ...]
     wide_inputs: tuple[bool, ...]
     low: frozenset[int]
@@ -48,17 +52,15 @@ class Uses(NamedTuple):
 
 
 def find_uses(
-    jaxpr: Any, lists: CastLists, wide_outputs: tuple[bool, ...], inputs: tuple[biases.Value, ...] | None = None
+    jaxpr: Any, lists: CastLists, wide_outputs: Sequence[bool] = (), found: biases.Biases | None = None
 ) -> Uses:
     """Answers these questions for every equation of a jaxpr.
 
-    `lists` hold outside of regions; `wide_outputs` says for each output whether the caller uses it in float32 only, and
-    `inputs` of each input what it is made of; None: they are those of a whole function.
+    `lists` hold outside of regions; `wide_outputs` says for each output whether the caller uses it in float32 only, by
+    default of none; `found` are its biases; None: they are those of a whole function.
     """
-    if inputs is None:
-        inputs = tuple(biases.Value(1 << i, is_input=True) for i in range(len(jaxpr.invars)))
-    with_biases = biases.find(jaxpr, lists, inputs)
-    biased = with_biases.equations
+    found = found or biases.find(jaxpr, lists)
+    biased = dict(found.equations)
     low: dict[Any, bool] = {}
     wide: dict[Any, bool] = {}
     tame: dict[Any, bool] = {}
@@ -73,12 +75,11 @@ def find_uses(
     for eqn in jaxpr.eqns:
         times = 2 if jaxprs.functions_of(eqn) else 1  # inside, there may be several
         readers.update({v: times for v in eqn.invars if not isinstance(v, core.Literal)})
-    for atom, is_wide in zip(jaxpr.outvars, wide_outputs, strict=True):
+    for atom, is_wide in zip(jaxpr.outvars, wide_outputs or [False] * len(jaxpr.outvars), strict=True):
         use(atom, False, is_wide)
     low_equations, wide_equations, tamed, read_alike, inner = set(), set(), set(), set(), {}
     for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
-        name = eqn.primitive.name
-        here = regions.lists_of(eqn, lists)
+        name, here, group = eqn.primitive.name, found.lists[i], found.groups[i]
         is_low = all(low.get(v, False) for v in eqn.outvars)
         is_wide = all(wide.get(v, False) for v in eqn.outvars)
         is_tame = all(tame.get(v, False) for v in eqn.outvars)
@@ -88,17 +89,21 @@ def find_uses(
             tamed.add(i)
         if is_wide or all(readers[v] <= 1 for v in eqn.outvars):
             read_alike.add(i)
-        functions = () if cast_lists.is_linear_algebra(eqn) else jaxprs.functions_of(eqn)
-        if functions and cast_lists.group_of(eqn, here) is None:
-            as_wide = tuple(wide.get(v, False) for v in eqn.outvars)
-            inner[i] = _uses_of_functions(eqn, functions, here, as_wide, with_biases.inputs_of_call(eqn.invars))
-            for atom, as_low, as_wide in _uses_of_operands(eqn, inner[i]):
-                use(atom, as_low, as_wide)
+        if i in found.inner and group is not None:
+            inner[i] = ()
+        elif i in found.inner:
+            through = [wide.get(v, False) for v in eqn.outvars] if name in jaxprs.CALLS else ()
+            pairs = zip(jaxprs.functions_of(eqn), found.inner[i], strict=True)
+            inner[i] = tuple(find_uses(function, here, through, inside) for (function, _), inside in pairs)
+            for k, atom in enumerate(eqn.invars):
+                uses = inner[i][0]
+                use(atom, *((uses.low_inputs[k], uses.wide_inputs[k]) if name in jaxprs.CALLS else (False, False)))
             continue
         if is_wide and here.float32_products == "read":
-            biased -= {i}  # its matmul returns float32
-        group = "allow" if i in biased else cast_lists.group_of(eqn, here)
-        if cast_lists.is_no_cast(eqn) or cast_lists.is_widening(eqn):
+            biased.pop(i, None)  # its matmul returns float32
+        group = "allow" if i in biased else group
+        cast = cast_lists.kind_of_cast(eqn, here.dtype)
+        if cast in ("same", "wide"):
             use(eqn.invars[0], is_low, is_wide)
             continue
         can_be_wide = name in cast_lists.FUSIBLE | cast_lists.PARTS or cast_lists.is_short(eqn)
@@ -106,59 +111,21 @@ def find_uses(
         is_product = group == "allow" and i not in biased
         if fused or (is_wide and is_product):
             wide_equations.add(i)
-        as_low = group == "allow" or (is_low and name in cast_lists.BEFORE_CAST)
-        as_low = as_low or (
-            here.dtype is not None and (cast_lists.is_mark(eqn) or cast_lists.is_cast_to(eqn, here.dtype))
-        )
+        is_cast_low = here.dtype is not None and cast in ("low", "mark")
+        as_low = group == "allow" or is_cast_low or (is_low and name in cast_lists.BEFORE_CAST)
         reads_float32 = group == "force_fp32" or here.dtype is None or cast_lists.names_precision(eqn, here)
         as_tame = name in cast_lists.BOUNDED or (is_tame and name in ("add", "mul", "sub", "neg"))
-        for atom in eqn.invars:
-            use(atom, as_low, fused or reads_float32, as_tame)
+        for k, atom in enumerate(eqn.invars):  # a bias is cast when it has been repeated
+            use(atom, as_low and biased.get(i) != k, fused or reads_float32, as_tame)
     return Uses(
+        found.lists,
+        found.groups,
         tuple(low.get(v, False) for v in jaxpr.invars),
         tuple(wide.get(v, False) for v in jaxpr.invars),
         frozenset(low_equations),
         frozenset(wide_equations),
-        biased,
+        frozenset(biased),
         frozenset(tamed),
         frozenset(read_alike),
         inner,
     )
-
-
-def _uses_of_functions(
-    eqn: Any, functions: Any, lists: CastLists, wide: tuple[bool, ...], operands: tuple[biases.Value, ...]
-) -> tuple[Uses, ...]:
-    through = eqn.primitive.name in jaxprs.CALLS
-    return tuple(
-        find_uses(jaxpr, lists, wide if through else (False,) * len(jaxpr.outvars), inputs)
-        for (jaxpr, _), inputs in zip(functions, _inputs_of_functions(eqn, operands), strict=True)
-    )
-
-
-def _inputs_of_functions(eqn: Any, operands: tuple[biases.Value, ...]) -> list[tuple[biases.Value, ...]]:
-    """The inputs of each function in an equation; what a loop carries is computed."""
-
-    def carried(first: int, last: int) -> tuple[biases.Value, ...]:
-        return tuple(v._replace(is_input=False) for v in operands[first:last])
-
-    name = eqn.primitive.name
-    if name == "cond":
-        return [operands[1:]] * len(eqn.params["branches"])
-    if name == "while":
-        first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        return [
-            operands[:first] + carried(second, len(operands)),
-            operands[first:second] + carried(second, len(operands)),
-        ]
-    if name == "scan":
-        first, count = jaxprs.scan_counts(eqn)
-        return [operands[:first] + carried(first, first + count) + operands[first + count :]]
-    return [operands]
-
-
-def _uses_of_operands(eqn: Any, inner: tuple[Uses, ...]) -> list[tuple[Any, bool, bool]]:
-    """How each operand of an equation with functions inside is used there."""
-    if eqn.primitive.name in jaxprs.CALLS:
-        return list(zip(eqn.invars, inner[0].low_inputs, inner[0].wide_inputs, strict=True))
-    return [(v, False, False) for v in eqn.invars]

@@ -154,6 +154,10 @@ class Patterns:
         return isinstance(other, Patterns) and list(self.values.items()) == list(other.values.items())
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:  # jax asks at each call of a jitted function
         return hash(tuple(self.values.items()))
 
 
