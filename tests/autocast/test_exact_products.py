@@ -1,11 +1,10 @@
 """Products that autocast leaves in float32: those that sum at most four elements, and those that ask by precision=."""
 
+import contextlib
 import functools
 from typing import Any
 
-import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +13,12 @@ from flax import nnx
 from jax import lax
 from test_sums import both_dtypes, in_16_bits
 
+import dense_layers
 import jaxmp
 
 HIGHEST = lax.Precision.HIGHEST
 RNG = np.random.default_rng(0)
+OF_FRAMEWORKS = ("linen", "linen, by name", "nnx", "haiku", "equinox")  # their params stay float32 beside float64
 
 
 def numbers(*shape: int, high: float = 1.0) -> Any:
@@ -55,26 +56,7 @@ def codes(digits, levels):
     return (digits @ basis[:, None])[:, 0]
 
 
-def linen_dense(x, w):
-    return nn.Dense(w.shape[1], use_bias=False).apply({"params": {"kernel": w}}, x)
-
-
-def nnx_linear(x, w):
-    layer = nnx.Linear(*w.shape, use_bias=False, rngs=nnx.Rngs(0))
-    layer.kernel.set_value(w)
-    return layer(x)
-
-
-def haiku_linear(x, w):
-    net = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(w.shape[1], with_bias=False)(x)))
-    return net.apply({"linear": {"w": w}}, x)
-
-
-def equinox_linear(x, w):
-    layer = eqx.tree_at(lambda m: m.weight, eqx.nn.Linear(*w.shape, use_bias=False, key=jax.random.key(0)), w.T)
-    return jax.vmap(layer)(x)
-
-
+ANGLES = np.arange(1, 513, dtype=np.float32), np.logspace(0, -4, 8, dtype=np.float32)  # positions, frequencies
 SHORT: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "an affine grid of 512": (affine_grid, (numbers(2, 3), *2 * (np.linspace(-1, 1, 512, dtype=np.float32),))),
     "pixels of a projection": (lambda k, x: x @ k.T, (numbers(3, 3, high=1920.0), numbers(64, 3))),
@@ -92,10 +74,15 @@ SHORT: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "in a scan": (lambda a, xs: lax.scan(lambda c, x: (c, x @ a), 0.0, xs)[1], (numbers(3, 5), numbers(6, 2, 3))),
     "in a checkpoint": (jax.checkpoint(jnp.matmul), (numbers(7, 3), numbers(3, 5))),
     "jitted": (jax.jit(jnp.matmul), (numbers(7, 3), numbers(3, 5))),
-    "linen": (linen_dense, (numbers(9, 3), numbers(3, 32))),
-    "nnx": (nnx_linear, (numbers(9, 2), numbers(2, 32))),
-    "haiku": (haiku_linear, (numbers(9, 4), numbers(4, 32))),
-    "equinox": (equinox_linear, (numbers(9, 3), numbers(3, 32))),
+    "linen": (dense_layers.linen, (numbers(9, 3), numbers(3, 32))),
+    "nnx": (dense_layers.of_nnx, (numbers(9, 2), numbers(2, 32))),
+    "haiku": (dense_layers.haiku, (numbers(9, 4), numbers(4, 32))),
+    "equinox": (dense_layers.equinox, (numbers(9, 3), numbers(3, 32))),
+    # nothing is summed
+    "outer": (jnp.outer, ANGLES),
+    "an outer product by einsum": (lambda a, b: jnp.einsum("i,j->ij", a, b), ANGLES),
+    "a column and a row": (lambda a, b: a[:, None] @ b[None], ANGLES),
+    "batched outer products": (lambda a, b: jnp.einsum("bi,bj->bij", a[None], b[None])[0], ANGLES),
 }
 
 
@@ -106,17 +93,25 @@ def test_products_of_few_elements_are_float32(name, dtype):
     fn, args = SHORT[name]
     y = jax.jit(jaxmp.autocast(fn, dtype))(*args)
     assert y.dtype == jnp.float32
-    if name not in ("linen", "nnx", "haiku", "equinox"):  # their params are float32
-        assert gap(y, fn, args) <= 2
+    assert name in OF_FRAMEWORKS or gap(y, fn, args) <= 2
     np.testing.assert_allclose(y, fn(*map(jnp.asarray, args)), rtol=1e-6)
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(2)
 @both_dtypes
-def test_a_product_of_few_16_bit_elements_is_rounded_once(dtype):
+@pytest.mark.parametrize(
+    "product",
+    [
+        pytest.param(lambda h: h[:, :4] @ h[:4], id="four"),
+        pytest.param(lambda h: jnp.outer(h[0], h[1]), id="outer"),
+        pytest.param(lambda h: jnp.einsum("i,j->ij", h[0], h[1]), id="an outer product by einsum"),
+        pytest.param(lambda h: h[:, :1] @ h[:1], id="a column and a row"),
+        pytest.param(lambda h: jnp.einsum("bi,bj->bij", h, h), id="batched outer products"),
+    ],
+)
+def test_a_product_of_few_16_bit_elements_is_rounded_once(product, dtype):
     def fn(x):
-        h = in_16_bits(x)  # [8, 6]
-        return h[:, :4] @ h[:4]
+        return product(in_16_bits(x))  # of [8, 6]
 
     x = numbers(8, 6).astype(dtype).astype(np.float32)
     y, pull_back = jax.vjp(jaxmp.autocast(fn, dtype), x)
@@ -153,24 +148,14 @@ def inside(x, w):
         return x @ w
 
 
-def linen_highest(x, w, precision: Any = HIGHEST):
-    layer = nn.Dense(w.shape[1], precision=precision)
-    return layer.apply({"params": {"kernel": w, "bias": jnp.full(w.shape[1], 0.1, w.dtype)}}, x)
-
-
-def nnx_highest(x, w):
-    layer = nnx.Linear(*w.shape, use_bias=False, precision="highest", rngs=nnx.Rngs(0))
-    layer.kernel.set_value(w)
-    return layer(x)
-
-
 def convolved(x, w):
-    numbers = ("NHWC", "HWIO", "NHWC")
     given = (x[None, None], w[None, None])
+    numbers = ("NHWC", "HWIO", "NHWC")
     return lax.conv_general_dilated(*given, (1, 1), "SAME", dimension_numbers=numbers, precision=HIGHEST)[0, 0]
 
 
 X, W = numbers(24, 16), numbers(16, 8)
+BIAS = np.full(8, 0.1, np.float32)
 ASKED: dict[str, Any] = {
     "dot": functools.partial(jnp.dot, precision=HIGHEST),
     "matmul": functools.partial(jnp.matmul, precision="highest"),
@@ -186,12 +171,10 @@ ASKED: dict[str, Any] = {
     "in a scan": lambda x, w: lax.scan(lambda c, r: (c, jnp.dot(r, w, precision=HIGHEST)), 0.0, x)[1],
     "in a checkpoint": jax.checkpoint(functools.partial(jnp.dot, precision=HIGHEST)),
     "under vmap": lambda x, w: jax.vmap(lambda r: jnp.dot(r, w, precision=HIGHEST))(x),
-    "linen": linen_highest,
-    "linen, by name": functools.partial(linen_highest, precision="float32"),
-    "nnx": nnx_highest,
-    "haiku": lambda x, w: hk.without_apply_rng(
-        hk.transform(lambda x: hk.Linear(8, with_bias=False)(x, precision=HIGHEST))
-    ).apply({"linear": {"w": w}}, x),
+    "linen": lambda x, w: dense_layers.linen(x, w, BIAS, precision=HIGHEST),
+    "linen, by name": lambda x, w: dense_layers.linen(x, w, BIAS, precision="float32"),
+    "nnx": functools.partial(dense_layers.of_nnx, precision="highest"),
+    "haiku": functools.partial(dense_layers.haiku, precision=HIGHEST),
     "an image, resized": lambda x, w: jax.image.resize(x @ (0 * w + 1) * 0 + x[:, :8], (48, 16), "linear"),
 }
 
@@ -200,35 +183,37 @@ ASKED: dict[str, Any] = {
 @both_dtypes
 @pytest.mark.parametrize("name", ASKED)
 def test_the_highest_precision_is_float32(name, dtype):
+    def weighted_sum(y):
+        return (y * jnp.linspace(0.5, 1.5, y.size, dtype=y.dtype).reshape(y.shape)).astype(jnp.float32).sum(), y
+
+    def value_and_grads(fn):
+        return jax.jit(jax.value_and_grad(lambda x, w: weighted_sum(fn(x, w)), (0, 1), has_aux=True))(X, W)
+
     fn = ASKED[name]
-    y, grads = jax.jit(
-        jax.value_and_grad(lambda x, w: _sum_and(jaxmp.autocast(fn, dtype)(x, w)), (0, 1), has_aux=True)
-    )(X, W)
-    assert y[1].dtype == jnp.float32
-    if "linen" not in name and name not in ("nnx", "haiku"):
-        assert gap(y[1], fn, (X, W)) <= 8  # sums of 16 terms
-    exact = jax.jit(jax.grad(lambda x, w: _sum_and(fn(x, w))[0], (0, 1)))(X, W)
+    (_, y), grads = value_and_grads(jaxmp.autocast(fn, dtype))
+    assert y.dtype == jnp.float32
+    assert name in OF_FRAMEWORKS or gap(y, fn, (X, W)) <= 8  # sums of 16 terms
     if name != "an image, resized":
-        for got, want in zip(grads, exact, strict=True):
+        for got, want in zip(grads, value_and_grads(fn)[1], strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def _sum_and(y: Any) -> Any:
-    return (y * jnp.linspace(0.5, 1.5, y.size, dtype=y.dtype).reshape(y.shape)).astype(jnp.float32).sum(), y
+def around(x, w):
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(jaxmp.autocast(jnp.matmul, jnp.bfloat16))(x, w)
 
 
-@pytest.mark.parametrize("how", ["around", "of the policy", "high", "default"])
-def test_what_is_no_request_of_a_product(how):
-    fn = {"high": functools.partial(jnp.matmul, precision="high"), "default": functools.partial(jnp.matmul)}
-    run = jaxmp.autocast(fn.get(how, jnp.matmul), jnp.bfloat16)
-    if how == "around":
-        with jax.default_matmul_precision("highest"):
-            y = jax.jit(run)(X, W)
-    elif how == "of the policy":  # the inner one counts
-        y = jaxmp.autocast(run, "fp32")(X, W)
-    else:
-        y = run(X, W)
-    assert y.dtype == jnp.bfloat16
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(around, id="a context around"),
+        pytest.param(jaxmp.autocast(jaxmp.autocast(jnp.matmul, jnp.bfloat16), "fp32"), id="an outer policy"),
+        pytest.param(jaxmp.autocast(functools.partial(jnp.matmul, precision="high"), jnp.bfloat16), id="high"),
+        pytest.param(jaxmp.autocast(functools.partial(jnp.matmul, precision="default"), jnp.bfloat16), id="default"),
+    ],
+)
+def test_what_is_no_request_of_a_product(run):
+    assert run(X, W).dtype == jnp.bfloat16
 
 
 def test_explain_says_why():
@@ -252,75 +237,71 @@ def test_a_loss_under_a_policy():
         return jnp.dot(x, params["w"], precision=HIGHEST).mean()
 
     with pytest.warns(UserWarning, match="products with precision=HIGHEST"):
-        loss, grads = jaxmp.value_and_grad(loss_fn, policy="bf16-mixed")(w, x, opt_state=opt_state)
-    exact, exact_grads = jax.value_and_grad(loss_fn)(w, x)
-    np.testing.assert_allclose(loss, exact, rtol=1e-6)
-    np.testing.assert_allclose(grads["w"], exact_grads["w"], rtol=1e-6)
+        found = jaxmp.value_and_grad(loss_fn, policy="bf16-mixed")(w, x, opt_state=opt_state)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(jax.value_and_grad(loss_fn)(w, x)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
-def test_a_layer_with_it_is_not_in_fp8(framework):
-    if framework == "nnx":
-        rngs = nnx.Rngs(0)
-        layers = [nnx.Linear(16, 16, precision=p, rngs=rngs) for p in (None, None, "highest", None)]
-        assert jaxmp.nnx.to_fp8(nnx.Sequential(*layers)) == ["layers/1"]
-        return
+# --- neither is a layer with it in fp8: the third of four, of which the first and the last are not in fp8 anyway ------
 
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for precision in (None, None, HIGHEST, None):
-                x = nn.Dense(16, precision=precision)(x)
-            return x
-
-    x = jnp.ones((16, 16))
-    params = jaxmp.autocast(Net().init, "fp8")(jax.random.key(0), x)["params"]
-    assert {path.split("/")[0] for path in jaxmp.fp8.get_scales(params)} == {"Dense_1"}
-    explained = jaxmp.explain_autocast(Net().apply, {"params": params}, x, dtype="fp8")
-    assert explained.float32_matmuls() == {"Net/Dense_2": "precision=HIGHEST"}
+HOWS = {  # precision= of the layer, and the context in which it is called
+    "asked": (HIGHEST, contextlib.nullcontext),
+    "called": (None, lambda: jax.default_matmul_precision("highest")),
+}
 
 
-class _Two(nn.Module):
-    """Two layers between a first and a last one; the second is called with the highest precision."""
+class Linen(nn.Module):
+    how: str
 
     @nn.compact
     def __call__(self, x):
+        precision, context = HOWS[self.how]
         x = nn.Dense(16)(x)
         x = nn.Dense(16)(x)
-        with jax.default_matmul_precision("highest"):
-            x = nn.Dense(16)(x)
+        with context():
+            x = nn.Dense(16, precision=precision)(x)
         return nn.Dense(16)(x)
 
 
-class _TwoOfNNX(nnx.Module):
-    def __init__(self, rngs):
-        self.layers = nnx.List(nnx.Linear(16, 16, rngs=rngs) for _ in range(4))
+class OfNnx(nnx.Module):
+    def __init__(self, how):
+        precision, self.context = HOWS[how]
+        self.layers = nnx.List(nnx.Linear(16, 16, precision=p, rngs=nnx.Rngs(0)) for p in (None, None, precision, None))
 
     def __call__(self, x):
         x = self.layers[1](self.layers[0](x))
-        with jax.default_matmul_precision("highest"):
+        with self.context():
             x = self.layers[2](x)
         return self.layers[3](x)
 
 
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
-def test_a_layer_that_is_called_with_it_is_not_in_fp8(framework):
+@pytest.mark.parametrize("how", HOWS)
+def test_a_layer_of_linen_with_it_is_not_in_fp8(how):
     """Where it is the default around the whole, fp8 layers are in fp8."""
-    x = jnp.ones((16, 16))
-    if framework == "linen":
-        init = jaxmp.autocast(_Two().init, "fp8")
-        params = init(jax.random.key(0), x)
-        assert {path.split("/")[1] for path in jaxmp.fp8.get_scales(params)} == {"Dense_1"}
-        with jax.default_matmul_precision("highest"):
-            around = init(jax.random.key(0), x)
-            assert {path.split("/")[1] for path in jaxmp.fp8.get_scales(around)} == {"Dense_1", "Dense_2"}
-        explained = jaxmp.explain_autocast(_Two().apply, params, x, dtype="fp8")
-        assert explained.float32_matmuls() == {"_Two/Dense_2": "precision=HIGHEST"}
-        return
-    model = _TwoOfNNX(nnx.Rngs(0))
-    assert jaxmp.nnx.to_fp8(model) == ["layers/1", "layers/2"]
-    explained = jaxmp.explain_autocast(lambda m, x: m(x), model, x, dtype="fp8")
-    assert list(explained.float32_matmuls().values()) == ["precision=HIGHEST"]
+    model, x = Linen(how), jnp.ones((16, 16))
+
+    def in_fp8(params):
+        return {path.split("/")[1] for path in jaxmp.fp8.get_scales(params)}
+
+    init = jaxmp.autocast(model.init, "fp8")
+    params = init(jax.random.key(0), x)
+    assert in_fp8(params) == {"Dense_1"}
+    explained = jaxmp.explain_autocast(model.apply, params, x, dtype="fp8")
+    assert explained.float32_matmuls() == {"Linen/Dense_2": "precision=HIGHEST"}
     with jax.default_matmul_precision("highest"):
-        explained = jaxmp.explain_autocast(lambda m, x: m(x), model, x, dtype="fp8")
-    assert not explained.float32_matmuls()
+        assert in_fp8(init(jax.random.key(0), x)) == ({"Dense_1"} if how == "asked" else {"Dense_1", "Dense_2"})
+
+
+@pytest.mark.parametrize(("how", "layers"), [("asked", ["layers/1"]), ("called", ["layers/1", "layers/2"])])
+def test_a_layer_of_nnx_with_it_is_not_in_fp8(how, layers):
+    """One that is called with it gets scales, which rest until it is called without it."""
+    model, x = OfNnx(how), jnp.ones((16, 16))
+    assert jaxmp.nnx.to_fp8(model) == layers
+
+    def float32_matmuls():
+        found = jaxmp.explain_autocast(lambda m, x: m(x), model, x, dtype="fp8").float32_matmuls()
+        return list(found.values())
+
+    assert float32_matmuls() == ["precision=HIGHEST"]
+    with jax.default_matmul_precision("highest"):
+        assert float32_matmuls() == []
