@@ -10,17 +10,23 @@ from flax import linen as nn, nnx
 from jax import lax
 
 import jaxmp
+from helpers import assert_moved
 
 X = np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)
 LAYER = 2 * 32**3  # FLOPs
 
 
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(4):
-            x = nn.relu(nn.Dense(32)(x))
-        return nn.Dense(32, name="head")(x)
+def dense_layers(*names):
+    """A model of one layer of 32 features for each name."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for name in names:
+                x = nn.relu(nn.Dense(32, name=name)(x))
+            return x
+
+    return Net()
 
 
 class NnxNet(nnx.Module):
@@ -33,13 +39,57 @@ class NnxNet(nnx.Module):
         return x
 
 
+def test_rows_and_table():
+    model = nn.Sequential([nn.Dense(32), jax.nn.softmax])
+    explanation = jaxmp.explain_autocast(model.apply, jax.eval_shape(model.init, jax.random.key(0), X), X, dtype="bf16")
+    (dot,) = [row for row in explanation.rows if row.name == "dot_general"]
+    assert dot == ("Sequential/layers_0", "dot_general", "float32", "bfloat16", "allow", 1, LAYER)
+    by_name = {row.name: row for row in explanation.rows}
+    assert by_name["exp"][3:5] == ("float32", "force_fp32")
+    assert by_name["sub"][3:5] == ("float32", "feeds float32")
+    assert explanation.casts == 4  # x, kernel, bias, and the logits back
+    table = str(explanation)
+    assert "Sequential/layers_0  dot_general" in table and "% in bfloat16" in table
+    assert table.endswith(f"\n{explanation.summary()}") and explanation.summary() == "matmul FLOPs: 100.0% in bfloat16"
+
+
+@pytest.mark.thorough(0)
+def test_repeated_layers_are_shown_once():
+    class Layer(nn.Module):
+        width: int
+
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.Dense(32)(nn.gelu(nn.Dense(self.width)(nn.LayerNorm()(x))))
+
+    class Deep(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for i in range(48):
+                x = Layer(64 if i == 5 else 32, name=f"Layer_{i}")(x)
+            return nn.Dense(32, name="head")(x)
+
+    explanation = jaxmp.explain_autocast(
+        Deep().apply, jax.eval_shape(Deep().init, jax.random.key(0), X), X, dtype="bf16"
+    )
+    lines = str(explanation).splitlines()
+    assert len(explanation.rows) > 500 and len(lines) < 60
+    dots = [line.split() for line in lines if " dot_general " in line]
+    assert [(d[0], d[2], d[-1]) for d in dots] == [
+        ("Deep/Layer_[0-4,6-47]/Dense_[0-1]", "94", f"{94 * LAYER / 1e6:.3f}"),
+        ("Deep/Layer_5/Dense_1", "1", f"{2 * LAYER / 1e6:.3f}"),
+        ("Deep/Layer_5/Dense_0", "1", f"{2 * LAYER / 1e6:.3f}"),
+        ("Deep/head", "1", f"{LAYER / 1e6:.3f}"),
+    ]
+    assert sum(int(line.split()[2]) for line in lines[1:-2]) == sum(row.count for row in explanation.rows)
+
+
 def test_linen_layers_in_fp8():
-    policy = jaxmp.get_policy("fp8", keep_fp32="head/*")
-    with jaxmp.autocast(policy):
-        params = Net().init(jax.random.key(0), X)["params"]
+    model, policy = dense_layers(*(f"Dense_{i}" for i in range(4)), "head"), jaxmp.get_policy("fp8", keep_fp32="head/*")
+    params = jaxmp.autocast(model.init, policy)(jax.random.key(0), X)["params"]
 
     def loss(params, x):
-        return jnp.mean(Net().apply({"params": params}, x) ** 2)
+        return jnp.mean(model.apply({"params": params}, x) ** 2)
 
     found = jaxmp.explain_autocast(loss, params, X, dtype=policy)
     assert found.matmul_flops_by_dtype() == {"float8_e4m3fn": 3 * LAYER, "bfloat16": LAYER, "float32": LAYER}
@@ -71,13 +121,23 @@ def test_nnx_layers_in_fp8(recipe, name):
     assert modules == ["NnxNet/1/dot_general", "NnxNet/2/dot_general"]
 
 
+def test_nnx_modules_have_names_and_are_not_changed():
+    model = nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), nnx.BatchNorm(32, rngs=nnx.Rngs(0)))
+    before = nnx.as_pure(nnx.state(model))
+    rows = jaxmp.explain_autocast(lambda m, x: m(x), model, X).rows
+    assert [row.module for row in rows if row.name == "dot_general"] == ["Sequential/0"]
+    assert_moved(nnx.as_pure(nnx.state(model)), before)
+
+
 def test_products_in_a_scan_count_each_time():
     def fn(w, x):
         dot = functools.partial(jaxmp.fp8.dot_general, recipe=jaxmp.fp8.CurrentScaling())
         return lax.scan(lambda x, w: (dot(x, w, (((1,), (0,)), ((), ()))) + x @ w, None), x, w)[0]
 
-    found = jaxmp.explain_autocast(fn, np.stack([X] * 3), X, dtype=jnp.bfloat16)
+    shapes = jax.ShapeDtypeStruct((3, 32, 32), jnp.float32), jax.ShapeDtypeStruct((32, 32), jnp.float32)
+    found = jaxmp.explain_autocast(fn, *shapes, dtype=jnp.bfloat16)  # nothing is computed
     assert found.matmul_flops_by_dtype() == {"float8_e4m3fn": 3 * LAYER, "bfloat16": 3 * LAYER}
+    assert [(row.count, row.flops) for row in found.rows if row.name == "dot_general"] == 2 * [(3, 3 * LAYER)]
 
 
 def test_a_loop_that_adds_to_a_16_bit_value_is_named():
@@ -121,16 +181,10 @@ def test_why_matmuls_are_in_float32():
 
 
 def test_a_long_list_of_layers_is_cut():
-    class Deep(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for i in range(10):
-                x = nn.Dense(32, name="abcdefghij"[i])(x)
-            return x
-
-    params = jax.eval_shape(Deep().init, jax.random.key(0), X)
-    found = jaxmp.explain_autocast(Deep().apply, params, X, dtype=jaxmp.get_policy("bf16", keep_fp32="*"))
-    assert len(found.float32_matmuls()) == 10 and found.summary().endswith("Deep/h (keep_fp32), and 2 more")
+    model = dense_layers(*"abcdefghij")
+    params = jax.eval_shape(model.init, jax.random.key(0), X)
+    found = jaxmp.explain_autocast(model.apply, params, X, dtype=jaxmp.get_policy("bf16", keep_fp32="*"))
+    assert len(found.float32_matmuls()) == 10 and found.summary().endswith("Net/h (keep_fp32), and 2 more")
 
 
 def test_a_function_without_matmuls():
