@@ -163,7 +163,9 @@ def test_why_matmuls_are_in_float32():
             with jax.named_scope("out"):
                 x = jaxmp.no_autocast(jnp.matmul)(x, x)
             with jax.named_scope("algorithm"):
-                return jnp.matmul(x, x, precision=lax.DotAlgorithmPreset.F32_F32_F32)
+                x = jnp.matmul(x, x, precision=lax.DotAlgorithmPreset.F32_F32_F32)
+            with jax.named_scope("exact"):
+                return jnp.matmul(x, x, precision=lax.Precision.HIGHEST)
 
     params = Reasons().init(jax.random.key(0), X)
     policy = jaxmp.get_policy("bf16", keep_fp32="kept/*")
@@ -175,8 +177,9 @@ def test_why_matmuls_are_in_float32():
         "Reasons": "autocast is off",
         "Reasons/out": "no_autocast",
         "Reasons/algorithm": "asks for its dtype",
+        "Reasons/exact": "precision=HIGHEST",
     }
-    assert found.matmul_flops_by_dtype() == {"float32": 6 * LAYER}
+    assert found.matmul_flops_by_dtype() == {"float32": 7 * LAYER}
     assert "Reasons/named (modules=), Reasons/off (autocast is off), " in found.summary()
 
 
