@@ -152,6 +152,8 @@ F32_ALGORITHM = lax.DotAlgorithmPreset.F32_F32_F32
         pytest.param(lambda x: jnp.maximum(x @ W, 1e-3), F16, id="a bound that float16 holds"),
         pytest.param(lambda x: jnp.where(x > 0, x @ W, 0.0), F16, id="where, of a number"),
         pytest.param(lambda x: jnp.where(x > 0, x @ W, jnp.zeros_like(x)), F16, id="where, of zeros"),
+        pytest.param(lambda x: jax.nn.gelu(x @ W), F16, id="a tanh of a power"),
+        pytest.param(lambda x: jax.nn.elu(x @ W), F16, id="elu"),
         pytest.param(lambda x: (x @ W).astype(BF16), BF16, id="what was asked for"),
         pytest.param(lambda x: jnp.linalg.inv((x @ W)[:, :4]), F32, id="what has no 16-bit form"),
         pytest.param(lambda x: jnp.dot(x.astype(F16), W16, preferred_element_type=F32), F32, id="asks for float32"),
