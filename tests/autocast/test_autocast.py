@@ -215,8 +215,8 @@ def test_constants_that_float16_cannot_hold_keep_their_operation_in_float32(name
 @both_dtypes
 def test_a_sum_of_products_is_a_sum(fn, dtype):
     """Neither side has an axis of its own: `jnp.vdot(w, w)` is a sum, and 70000 and -1e5 * 0 are float32 numbers."""
-    a = jnp.array([[250.0, 100.0, -1e5], [1.0, 3.0, 4.0]])
-    b = jnp.array([[300.0, 7.0, 0.0], [1.0, 3.0, 4.0]])
+    a = jnp.array([[250.0, 100.0, -1e5, 3.0, 3.0], [1.0, 3.0, 4.0, 257.0, 1.0]])
+    b = jnp.array([[300.0, 7.0, 0.0, 5.0, 5.0], [1.0, 3.0, 4.0, 257.0, 1.0]])
     run = jax.jit(jaxmp.autocast(jax.value_and_grad(lambda a, b: jnp.sum(fn(a, b))), dtype))
     expected = jax.value_and_grad(lambda a, b: jnp.sum(a * b))(a, b)
     assert_close(run(a, b), expected, rtol=1e-6)
