@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from test_exact_products import equinox_layer, haiku_layer, linen_layer, nnx_layer
 from test_sums import both_dtypes
 
-import dense_layers
 import jaxmp
 
 RNG = np.random.default_rng(0)
@@ -136,19 +136,17 @@ BIASES: dict[str, Any] = {
     "a graph": lambda x, w, b: jnp.eye(6) @ (x @ w) + b,
     "jitted": lambda x, w, b: jax.jit(lambda x, w: x @ w)(x, w) + b,
     "in a checkpoint": lambda x, w, b: jax.checkpoint(lambda x, w, b: x @ w + b)(x, w, b),
-    "linen": dense_layers.linen,
+    "linen": linen_layer,
     "linen, general": lambda x, w, b: nn.DenseGeneral((2, 4)).apply(
         {"params": {"kernel": w.reshape(16, 2, 4), "bias": b.reshape(2, 4)}}, x
     ),
-    "linen, convolution": lambda x, w, b: dense_layers.linen(jnp.asarray(IMAGE), w[None, None], b),
-    "nnx": dense_layers.of_nnx,
-    "nnx, convolution": lambda x, w, b: dense_layers.of_nnx(jnp.asarray(IMAGE), w[None, None], b),
-    "haiku": dense_layers.haiku,
-    "haiku, convolution": lambda x, w, b: dense_layers.haiku(jnp.asarray(IMAGE), w[None, None], b),
-    "equinox": dense_layers.equinox,
-    "equinox, convolution": lambda x, w, b: dense_layers.equinox(
-        jnp.moveaxis(jnp.asarray(IMAGE), -1, 1), w[None, None], b
-    ),
+    "linen, convolution": lambda x, w, b: linen_layer(jnp.asarray(IMAGE), w[None, None], b),
+    "nnx": nnx_layer,
+    "nnx, convolution": lambda x, w, b: nnx_layer(jnp.asarray(IMAGE), w[None, None], b),
+    "haiku": haiku_layer,
+    "haiku, convolution": lambda x, w, b: haiku_layer(jnp.asarray(IMAGE), w[None, None], b),
+    "equinox": equinox_layer,
+    "equinox, convolution": lambda x, w, b: equinox_layer(jnp.moveaxis(jnp.asarray(IMAGE), -1, 1), w[None, None], b),
 }
 
 

@@ -4,7 +4,9 @@ import contextlib
 import functools
 from typing import Any
 
+import equinox as eqx
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,6 @@ from flax import nnx
 from jax import lax
 from test_sums import both_dtypes, in_16_bits
 
-import dense_layers
 import jaxmp
 
 HIGHEST = lax.Precision.HIGHEST
@@ -33,6 +34,47 @@ def gap(got: Any, fn: Any, args: Any) -> float:
     unit = float(jnp.finfo(got.dtype).eps) / 2
     assert got.shape == exact.shape
     return float(np.max(np.abs(np.asarray(got, np.float64) - exact) / (unit * terms)))
+
+
+# A dense layer `x @ w + b`, or a convolution of 1x1 with the same params, as each framework writes it.
+
+
+def linen_layer(x: Any, w: Any, b: Any = None, **options: Any) -> Any:
+    params = {"kernel": w} if b is None else {"kernel": w, "bias": b}
+    layer = nn.Dense if w.ndim == 2 else nn.Conv
+    options |= {} if w.ndim == 2 else {"kernel_size": (1, 1)}
+    return layer(w.shape[-1], use_bias=b is not None, **options).apply({"params": params}, x)
+
+
+def nnx_layer(x: Any, w: Any, b: Any = None, **options: Any) -> Any:
+    layer = nnx.Linear if w.ndim == 2 else nnx.Conv
+    options |= {} if w.ndim == 2 else {"kernel_size": (1, 1)}
+    layer = layer(*w.shape[-2:], use_bias=b is not None, rngs=nnx.Rngs(0), **options)
+    layer.kernel.set_value(w)
+    if b is not None:
+        layer.bias.set_value(b)
+    return layer(x)
+
+
+def haiku_layer(x: Any, w: Any, b: Any = None, **options: Any) -> Any:
+    def net(x: Any) -> Any:
+        if w.ndim == 2:
+            return hk.Linear(w.shape[-1], with_bias=b is not None, name="layer")(x, **options)
+        return hk.Conv2D(w.shape[-1], 1, with_bias=b is not None, name="layer")(x, **options)
+
+    params = {"w": w} if b is None else {"w": w, "b": b}
+    return hk.without_apply_rng(hk.transform(net)).apply({"layer": params}, x)
+
+
+def equinox_layer(x: Any, w: Any, b: Any = None) -> Any:
+    """A convolution takes images [n, channels, height, width]."""
+    key, size = jax.random.key(0), w.shape[-2:]
+    if w.ndim == 2:
+        layer, w = eqx.nn.Linear(*size, use_bias=b is not None, key=key), w.T
+    else:
+        layer, w = eqx.nn.Conv2d(*size, 1, use_bias=b is not None, key=key), w[0, 0].T[:, :, None, None]
+        b = None if b is None else b[:, None, None]
+    return jax.vmap(eqx.tree_at(lambda m: (m.weight, m.bias), layer, (w, b), is_leaf=lambda x: x is None))(x)
 
 
 # --- at most four elements --------------------------------------------------------------------------------------------
@@ -74,10 +116,10 @@ SHORT: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "in a scan": (lambda a, xs: lax.scan(lambda c, x: (c, x @ a), 0.0, xs)[1], (numbers(3, 5), numbers(6, 2, 3))),
     "in a checkpoint": (jax.checkpoint(jnp.matmul), (numbers(7, 3), numbers(3, 5))),
     "jitted": (jax.jit(jnp.matmul), (numbers(7, 3), numbers(3, 5))),
-    "linen": (dense_layers.linen, (numbers(9, 3), numbers(3, 32))),
-    "nnx": (dense_layers.of_nnx, (numbers(9, 2), numbers(2, 32))),
-    "haiku": (dense_layers.haiku, (numbers(9, 4), numbers(4, 32))),
-    "equinox": (dense_layers.equinox, (numbers(9, 3), numbers(3, 32))),
+    "linen": (linen_layer, (numbers(9, 3), numbers(3, 32))),
+    "nnx": (nnx_layer, (numbers(9, 2), numbers(2, 32))),
+    "haiku": (haiku_layer, (numbers(9, 4), numbers(4, 32))),
+    "equinox": (equinox_layer, (numbers(9, 3), numbers(3, 32))),
     # nothing is summed
     "outer": (jnp.outer, ANGLES),
     "an outer product by einsum": (lambda a, b: jnp.einsum("i,j->ij", a, b), ANGLES),
@@ -166,10 +208,10 @@ ASKED: dict[str, Any] = {
     "in a scan": lambda x, w: lax.scan(lambda c, r: (c, jnp.dot(r, w, precision=HIGHEST)), 0.0, x)[1],
     "in a checkpoint": jax.checkpoint(functools.partial(jnp.dot, precision=HIGHEST)),
     "under vmap": lambda x, w: jax.vmap(lambda r: jnp.dot(r, w, precision=HIGHEST))(x),
-    "linen": lambda x, w: dense_layers.linen(x, w, BIAS, precision=HIGHEST),
-    "linen, by name": lambda x, w: dense_layers.linen(x, w, BIAS, precision="float32"),
-    "nnx": functools.partial(dense_layers.of_nnx, precision="highest"),
-    "haiku": functools.partial(dense_layers.haiku, precision=HIGHEST),
+    "linen": lambda x, w: linen_layer(x, w, BIAS, precision=HIGHEST),
+    "linen, by name": lambda x, w: linen_layer(x, w, BIAS, precision="float32"),
+    "nnx": functools.partial(nnx_layer, precision="highest"),
+    "haiku": functools.partial(haiku_layer, precision=HIGHEST),
     "an image, resized": lambda x, w: jax.image.resize(x @ (0 * w + 1) * 0 + x[:, :8], (48, 16), "linear"),
 }
 
