@@ -169,7 +169,6 @@ def test_dtypes(fn, dtype):
     assert np.linalg.norm(out - exact) < 0.03 * np.linalg.norm(exact)
 
 
-SUBSCRIPTS = ("bk,bk->b", "bk,bk->")
 EPS = jnp.float32(1e-8)  # an array without axes, closed over below
 
 TINY = {
@@ -211,7 +210,15 @@ def test_constants_that_float16_cannot_hold_keep_their_operation_in_float32(name
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize("fn", [jnp.vdot, jax.vmap(jnp.dot), *(functools.partial(jnp.einsum, s) for s in SUBSCRIPTS)])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        pytest.param(jnp.vdot, id="vdot"),
+        pytest.param(jax.vmap(jnp.dot), id="vmap of dot"),
+        pytest.param(functools.partial(jnp.einsum, "bk,bk->b"), id="einsum of rows"),
+        pytest.param(functools.partial(jnp.einsum, "bk,bk->"), id="einsum of all"),
+    ],
+)
 @both_dtypes
 def test_a_sum_of_products_is_a_sum(fn, dtype):
     """Neither side has an axis of its own: `jnp.vdot(w, w)` is a sum, and 70000 and -1e5 * 0 are float32 numbers."""
