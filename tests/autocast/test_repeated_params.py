@@ -16,21 +16,38 @@ from flax import nnx
 
 import jaxmp
 import regimes
-from helpers import assert_moved, assert_within_ulps
+from helpers import assert_close, assert_moved, assert_within_ulps
 
 ROWS, WIDTH, TIMES = 4, 8, 3000
-TOKENS = np.repeat(np.array([2, 1], np.int32), [TIMES, 8]).reshape(-1, 4)
-OFTEN = np.zeros((ROWS, WIDTH), np.float32)
-OFTEN[1:3] = np.array([8, TIMES])[:, None]
+EYE = np.eye(WIDTH, dtype=np.float32)
+
+
+@functools.cache
+def state(policy):
+    """On the host: an array that is made under a mesh keeps it, for tests without one too."""
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), policy, loss_scale=1.0)
+    return jax.device_get(jax.jit(tx.init)({"param": jnp.ones(WIDTH)}))
+
+
+def gradient(fn, policy, params, x, **options):
+    """With respect to float32 params, which the policy casts, of the sum of all that `fn` returns."""
+    loss_fn = lambda params, x: jnp.sum(fn(params["param"], x).astype(jnp.float32))  # noqa: E731
+    params = jaxmp.get_policy(policy).cast_to_param(jax.tree.map(jnp.asarray, {"param": params}))
+    return jaxmp.value_and_grad(loss_fn, policy=policy, **options)(params, x, opt_state=state(policy))[1]["param"]
+
+
+# A table, tokens, and how often each row is taken.
 TABLE = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
+TOKENS = np.repeat(np.array([2, 1], np.int32), [TIMES, 8]).reshape(-1, 4)
+OF_ROWS = (TABLE, TOKENS, np.broadcast_to(np.float32([[0], [8], [TIMES], [0]]), TABLE.shape))
 
 
 def take(table, tokens):
     return jnp.take(table, tokens, axis=0)
 
 
-def embed(table, tokens):
-    return nn.Embed(ROWS, WIDTH).apply({"params": {"embedding": table}}, tokens)
+def embed(table, tokens, dtype=None):
+    return nn.Embed(ROWS, WIDTH, dtype=dtype).apply({"params": {"embedding": table}}, tokens)
 
 
 def embed_nnx(table, tokens):
@@ -39,89 +56,21 @@ def embed_nnx(table, tokens):
     return model(tokens)
 
 
-def for_each_example(table, tokens):
-    return jax.vmap(embed, (None, 0))(table, tokens)
-
-
-def under_remat(table, tokens):
-    return jax.checkpoint(embed)(table, tokens)
-
-
-def cast_by_the_model(table, tokens):
-    return nn.Embed(ROWS, WIDTH, dtype=jnp.bfloat16).apply({"params": {"embedding": table}}, tokens)
-
-
-MODELS = (take, embed, embed_nnx, for_each_example, under_remat, cast_by_the_model)
-
-
-@functools.cache
-def state(policy):
-    """On the host: an array that is made under a mesh keeps it, for tests without one too."""
-    return jax.device_get(jax.jit(jaxmp.mixed_precision(optax.sgd(0.1), policy, loss_scale=1.0).init)({"table": TABLE}))
-
-
-def gradient(model, policy, opt_state, tokens):
-    """With respect to the table, of the sum of all rows that are taken."""
-    params = jaxmp.get_policy(policy).cast_to_param({"table": jnp.asarray(TABLE)})
-    loss_fn = lambda params, tokens: jnp.sum(model(params["table"], tokens).astype(jnp.float32))  # noqa: E731
-    return jaxmp.value_and_grad(loss_fn, policy=policy)(params, tokens, opt_state=opt_state)[1]["table"]
-
-
-@pytest.mark.thorough(3)
-@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-mixed"])
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_a_row_that_is_used_often_gets_the_whole_sum(model, policy):
-    found = jax.jit(functools.partial(gradient, model, policy))(state(policy), TOKENS)
-    assert found.dtype == jaxmp.get_policy(policy).param_dtype
-    np.testing.assert_allclose(found.astype(jnp.float32), OFTEN, rtol=2**-8)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_in_shard_map_and_in_microbatches(check_vma):
-    spec = jax.sharding.PartitionSpec
-    opt_state = state("bf16")
-    tokens = TOKENS[: len(TOKENS) // (2 * regimes.DEVICES) * (2 * regimes.DEVICES)]
-
-    def mean(tokens):
-        params = {"table": jnp.asarray(TABLE, jnp.bfloat16)}
-        loss_fn = lambda params, tokens: jnp.sum(embed(params["table"], tokens).astype(jnp.float32))  # noqa: E731
-        compute = jaxmp.value_and_grad(loss_fn, policy="bf16", accumulate=2)
-        found = compute(params, tokens, opt_state=opt_state)[1]["table"].astype(jnp.float32)
-        return jax.lax.pmean(found, regimes.AXIS) if not check_vma else found
-
-    mesh = jax.make_mesh((regimes.DEVICES,), (regimes.AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
-    run = jax.shard_map(mean, mesh=mesh, in_specs=spec(regimes.AXIS), out_specs=spec(), check_vma=check_vma)
-    if check_vma:
-        run = jax.shard_map(
-            lambda tokens: jax.lax.pmean(mean(tokens), regimes.AXIS),
-            mesh=mesh,
-            in_specs=spec(regimes.AXIS),
-            out_specs=spec(),
-        )
-    expected = np.stack([(tokens == i).sum() for i in range(ROWS)]) / 2 / regimes.DEVICES
-    np.testing.assert_allclose(jax.jit(run)(tokens)[:, 0], expected, rtol=2**-7)
-
-
-def test_rows_and_their_tangents_are_as_they_were():
-    table, tangent = (jnp.asarray(x, jnp.bfloat16) for x in (TABLE, TABLE[::-1].copy()))
-    fn = lambda table: take(table, TOKENS[:3])  # noqa: E731
-    found = jax.jvp(jaxmp.autocast(fn, jnp.bfloat16), (table,), (tangent,))
-    expected = jax.jvp(fn, (table,), (tangent,))
-    assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
-    assert_moved(found, expected)
-
-
-# ---- biases and factors: (rows, positions, width) plus or times (width,)
-
+# A bias or factor [width] of arrays [rows, positions, width], of which all elements are one.
 INPUTS = np.ones((25, 120, WIDTH), np.float32)
+OF_BIAS = (np.ones(WIDTH, np.float32), INPUTS, np.full(WIDTH, TIMES, np.float32))
 
 
 def wide(bias, x):
     return bias.reshape((1,) * (x.ndim - 1) + bias.shape)
 
 
-def dense(bias, x):
-    return nn.Dense(WIDTH).apply({"params": {"kernel": jnp.eye(WIDTH), "bias": bias}}, x)
+def layer(bias, x):
+    return x @ EYE + wide(bias, x)
+
+
+def dense(bias, x, dtype=None):
+    return nn.Dense(WIDTH, dtype=dtype).apply({"params": {"kernel": EYE, "bias": bias}}, x)
 
 
 def dense_nnx(bias, x):
@@ -130,148 +79,128 @@ def dense_nnx(bias, x):
     return layer(x)
 
 
-def dense_of_16_bits(bias, x):
-    layer = nn.Dense(WIDTH, dtype=jnp.bfloat16)
-    return layer.apply({"params": {"kernel": jnp.eye(WIDTH), "bias": bias}}, x)
-
-
-def by_hand(bias, x):
-    return x @ jnp.eye(WIDTH) + wide(bias, x)
-
-
-def subtracted(bias, x):
-    return x @ jnp.eye(WIDTH) - wide(bias, x)
-
-
-def repeated_by_hand(bias, x):
-    return x @ jnp.eye(WIDTH) + jnp.broadcast_to(bias, x.shape)
-
-
-def factor(bias, x):
-    return (x @ jnp.eye(WIDTH)) * wide(bias, x)
-
-
-def of_each_example(bias, x):
-    return jax.vmap(jax.vmap(by_hand, (None, 0)), (None, 0))(bias, x)
-
-
-def rematerialized(bias, x):
-    return jax.checkpoint(by_hand)(bias, x)
-
-
 def layers_in_a_loop(bias, x):
-    return jax.lax.scan(lambda x, bias: (by_hand(bias, x), None), x, jnp.stack([bias, bias]))[0] / 2
+    return jax.lax.scan(lambda x, bias: (layer(bias, x), None), x, jnp.stack([bias, bias]))[0] / 2
 
 
-def chosen(bias, x):
-    return jax.lax.cond(x[0, 0, 0] > 0, by_hand, subtracted, bias, x)
+# A weight, a bias and a factor that every turn of a loop reads.
+OF_LOOP = (
+    {"w": EYE, "b": np.zeros(WIDTH, np.float32), "s": np.float32(1)},
+    np.ones((TIMES, 1, WIDTH), np.float32),
+    {"w": np.full_like(EYE, TIMES), "b": np.full(WIDTH, TIMES, np.float32), "s": np.float32(TIMES * WIDTH)},
+)
 
 
-LAYERS = (
-    dense, dense_nnx, dense_of_16_bits, by_hand, subtracted, repeated_by_hand, factor, of_each_example, rematerialized,
-    layers_in_a_loop, chosen,
-)  # fmt: skip
-
-
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-mixed"])
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
-def test_a_bias_gets_the_whole_sum(layer, policy):
-    policy = jaxmp.get_policy(policy)
-    opt_state = state(policy)
-    loss_fn = lambda bias, x: jnp.sum(layer(bias, x).astype(jnp.float32))  # noqa: E731
-    compute = jaxmp.value_and_grad(loss_fn, policy=policy)
-    bias = jnp.ones(WIDTH, policy.param_dtype)
-    found = jax.jit(compute)(bias, INPUTS, opt_state=opt_state)[1]
-    assert found.dtype == policy.param_dtype
-    expected = np.full(WIDTH, (-1 if layer is subtracted else 1) * np.prod(INPUTS.shape[:-1]))
-    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8)
-
-
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("axis_types", ["Auto", "Explicit"])
-def test_a_bias_on_a_mesh(axis_types):
-    mesh = jax.make_mesh((regimes.DEVICES,), (regimes.AXIS,), axis_types=(jax.sharding.AxisType[axis_types],))
-    x = INPUTS[: len(INPUTS) // regimes.DEVICES * regimes.DEVICES]
-    with jax.set_mesh(mesh):
-        parts = jax.device_put(x, jax.NamedSharding(mesh, jax.P(regimes.AXIS)))
-        bias = jax.device_put(jnp.ones(WIDTH, jnp.bfloat16), jax.NamedSharding(mesh, jax.P()))
-        loss_fn = lambda bias, x: jnp.sum(by_hand(bias, x).astype(jnp.float32))  # noqa: E731
-        found = jax.jit(jaxmp.value_and_grad(loss_fn, policy="bf16"))(bias, parts, opt_state=state("bf16"))[1]
-    np.testing.assert_allclose(found.astype(jnp.float32), np.prod(x.shape[:-1]), rtol=2**-8)
-
-
-def test_second_derivatives_of_a_factor():
-    loss_fn = jaxmp.autocast(
-        lambda s, x: jnp.sum(((x @ jnp.eye(WIDTH)) * s[None, None]).astype(jnp.float32) ** 2), jnp.bfloat16
-    )
-    found = jax.jit(jax.hessian(loss_fn))(jnp.ones(WIDTH), INPUTS)
-    np.testing.assert_allclose(found, 2 * np.prod(INPUTS.shape[:-1]) * np.eye(WIDTH), rtol=2**-8)
-
-
-# ---- weights that every iteration of a loop reads
-
-TURNS = 3000
+def turn(w, x):
+    return (x @ w["w"] + wide(w["b"], x)) * w["s"]
 
 
 def recurrent(w, x):
-    """A weight, a bias and a factor of each of many turns, in the dtype that autocast gives them."""
-    turn = lambda h, x: (jnp.zeros_like(h), (x @ w["w"] + wide(w["b"], x)) * w["s"])  # noqa: E731
-    return jax.lax.scan(turn, jnp.zeros(WIDTH, x.dtype), x)[1]
+    return jax.lax.scan(lambda h, x: (jnp.zeros_like(h), turn(w, x)), jnp.zeros(WIDTH, x.dtype), x)[1]
 
 
-def in_16_bits(w, x):
-    """The same with nothing for autocast to change."""
-    return recurrent(w, x.astype(w["w"].dtype))
-
-
-def under_remat_in_a_loop(w, x):
-    return jax.lax.scan(
-        lambda _, x: (None, jax.checkpoint(lambda w: x @ w["w"] * w["s"] + wide(w["b"], x))(w)), None, x
-    )[1]
+def remat_in_a_loop(w, x):
+    return jax.lax.scan(lambda _, x: (None, jax.checkpoint(turn)(w, x)), None, x)[1]
 
 
 def in_two_loops(w, x):
-    parts = x.reshape(10, -1, 1, WIDTH)
-    return jax.lax.scan(lambda _, x: (None, recurrent(w, x)), None, parts)[1]
+    return jax.lax.scan(lambda _, x: (None, recurrent(w, x)), None, x.reshape(10, -1, 1, WIDTH))[1]
 
 
-def of_a_slice(w, x):
-    w = jax.tree.map(lambda p: jnp.stack([p, p])[1], w)
-    return recurrent(w, x)
+@pytest.mark.thorough(6)
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("fn", "params", "x", "expected"),
+    [
+        pytest.param(take, *OF_ROWS, id="rows, taken"),
+        pytest.param(embed, *OF_ROWS, id="rows of linen"),
+        pytest.param(embed_nnx, *OF_ROWS, id="rows of nnx"),
+        pytest.param(jax.vmap(embed, (None, 0)), *OF_ROWS, id="rows for each example"),
+        pytest.param(jax.checkpoint(embed), *OF_ROWS, id="rows under remat"),
+        pytest.param(lambda table, tokens: embed(table, tokens, jnp.bfloat16), *OF_ROWS, id="rows that a model casts"),
+        pytest.param(layer, *OF_BIAS, id="a bias"),
+        pytest.param(dense, *OF_BIAS, id="a bias of linen"),
+        pytest.param(dense_nnx, *OF_BIAS, id="a bias of nnx"),
+        pytest.param(lambda bias, x: dense(bias, x, jnp.bfloat16), *OF_BIAS, id="a bias of a layer of 16 bits"),
+        pytest.param(lambda bias, x: -(x @ EYE - wide(bias, x)), *OF_BIAS, id="a bias, subtracted"),
+        pytest.param(lambda bias, x: x @ EYE + jnp.broadcast_to(bias, x.shape), *OF_BIAS, id="a bias, repeated"),
+        pytest.param(lambda scale, x: x @ EYE * wide(scale, x), *OF_BIAS, id="a factor"),
+        pytest.param(jax.vmap(jax.vmap(layer, (None, 0)), (None, 0)), *OF_BIAS, id="a bias for each example"),
+        pytest.param(jax.checkpoint(layer), *OF_BIAS, id="a bias under remat"),
+        pytest.param(layers_in_a_loop, *OF_BIAS, id="a bias of layers in a loop"),
+        pytest.param(
+            lambda bias, x: jax.lax.cond(x[0, 0, 0] > 0, layer, lambda bias, x: x @ EYE - wide(bias, x), bias, x),
+            *OF_BIAS,
+            id="a bias in a branch",
+        ),
+        pytest.param(recurrent, *OF_LOOP, id="weights of a loop"),
+        pytest.param(lambda w, x: recurrent(w, x.astype(w["w"].dtype)), *OF_LOOP, id="weights of a loop in 16 bits"),
+        pytest.param(remat_in_a_loop, *OF_LOOP, id="weights of a loop, under remat"),
+        pytest.param(in_two_loops, *OF_LOOP, id="weights of two loops"),
+        pytest.param(
+            lambda w, x: recurrent(jax.tree.map(lambda p: jnp.stack([p, p])[1], w), x), *OF_LOOP, id="slices of weights"
+        ),
+    ],
+)
+def test_what_is_used_often_gets_the_whole_sum(fn, params, x, expected, policy):
+    found = jax.jit(functools.partial(gradient, fn, policy))(params, x)
+    assert {g.dtype for g in jax.tree.leaves(found)} == {jaxmp.get_policy(policy).param_dtype}
+    assert_close(jax.tree.map(lambda g: g.astype(jnp.float32), found), expected, rtol=2**-8)
 
 
-LOOPS = (recurrent, in_16_bits, under_remat_in_a_loop, in_two_loops, of_a_slice)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_in_shard_map_and_in_microbatches(check_vma):
+    tokens = TOKENS[: len(TOKENS) // (2 * regimes.DEVICES) * (2 * regimes.DEVICES)]
+
+    def mean(tokens):
+        found = gradient(embed, "bf16", TABLE, tokens, accumulate=2).astype(jnp.float32)
+        return jax.lax.pmean(found, regimes.AXIS)
+
+    specs = {"in_specs": jax.P(regimes.AXIS), "out_specs": jax.P(), "check_vma": check_vma}
+    found = jax.jit(jax.shard_map(mean, mesh=regimes.mesh_of(), **specs))(tokens)
+    expected = np.stack([(tokens == i).sum() for i in range(ROWS)]) / 2 / regimes.DEVICES
+    np.testing.assert_allclose(found[:, 0], expected, rtol=2**-7)
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_a_weight_of_a_loop_gets_the_whole_sum(loop, policy):
-    policy = jaxmp.get_policy(policy)
-    loss_fn = lambda w, x: jnp.sum(loop(w, x).astype(jnp.float32))  # noqa: E731
-    compute = jaxmp.value_and_grad(loss_fn, policy=policy)
-    w = {"w": jnp.eye(WIDTH), "b": jnp.zeros(WIDTH), "s": jnp.ones(())}
-    x = np.ones((TURNS, 1, WIDTH), np.float32)
-    found = jax.jit(compute)(policy.cast_to_param(w), x, opt_state=state(policy))[1]
-    expected = {"w": np.full((WIDTH, WIDTH), TURNS), "b": np.full(WIDTH, TURNS), "s": np.float32(TURNS * WIDTH)}
-    for name, value in expected.items():
-        assert found[name].dtype == policy.param_dtype
-        np.testing.assert_allclose(found[name].astype(jnp.float32), value, rtol=2**-8, err_msg=name)
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_a_bias_on_a_mesh(axis_type):
+    mesh = regimes.mesh_of(jax.sharding.AxisType[axis_type])
+    x = INPUTS[: len(INPUTS) // regimes.DEVICES * regimes.DEVICES]
+    with jax.set_mesh(mesh):
+        parts = jax.device_put(x, jax.NamedSharding(mesh, jax.P(regimes.AXIS)))
+        bias = jax.device_put(OF_BIAS[0], jax.NamedSharding(mesh, jax.P()))
+        found = jax.jit(functools.partial(gradient, layer, "bf16"))(bias, parts)
+    np.testing.assert_allclose(found.astype(jnp.float32), np.prod(x.shape[:-1]), rtol=2**-8)
+
+
+def test_rows_and_their_tangents_are_as_they_were():
+    table, tangent = (jnp.asarray(x, jnp.bfloat16) for x in (TABLE, TABLE[::-1].copy()))
+    fn = lambda table: take(table, TOKENS[:3])  # noqa: E731
+    found, expected = (jax.jvp(f, (table,), (tangent,)) for f in (jaxmp.autocast(fn, jnp.bfloat16), fn))
+    assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
+    assert_moved(found, expected)
+
+
+def test_second_derivatives_of_a_factor():
+    fn = lambda s: jnp.sum((INPUTS @ EYE * s[None, None]).astype(jnp.float32) ** 2)  # noqa: E731
+    found = jax.jit(jax.hessian(jaxmp.autocast(fn, jnp.bfloat16)))(jnp.ones(WIDTH))
+    assert_close(found, 2 * TIMES * EYE, rtol=2**-8)
 
 
 def test_a_loop_over_16_bit_weights_computes_what_it_did():
     """Values and second derivatives; inside, products are of 16-bit numbers and nothing else is wider."""
     w = {"w": jnp.asarray(TABLE.T @ TABLE, jnp.bfloat16), "b": jnp.ones(WIDTH, jnp.bfloat16), "s": jnp.bfloat16(0.5)}
-    x = np.ones((3, 1, WIDTH), jnp.bfloat16)
-    fn = jaxmp.autocast(recurrent, jnp.bfloat16)
-    assert_within_ulps(jax.jit(fn)(w, x), jax.jit(recurrent)(w, x), 2)  # three roundings to bfloat16
-    tangents = jax.tree.map(jnp.ones_like, w)
-    loss_fn = lambda w, fn: jnp.sum(fn(w, x).astype(jnp.float32) ** 2)  # noqa: E731
-    found, expected = (
-        jax.jit(lambda w, t, fn=fn: jax.jvp(jax.grad(lambda w: loss_fn(w, fn)), (w,), (t,))[1])(w, tangents)
-        for fn in (fn, recurrent)
+    x, tangents = np.ones((3, 1, WIDTH), jnp.bfloat16), jax.tree.map(jnp.ones_like, w)
+
+    def values_and_second_derivatives(fn):
+        grad = jax.grad(lambda w: jnp.sum(fn(w, x).astype(jnp.float32) ** 2))
+        second = jax.jit(lambda w: jax.jvp(grad, (w,), (tangents,))[1])(w)
+        return jax.jit(fn)(w, x), jax.tree.map(lambda y: np.asarray(y).astype(np.float32), second)
+
+    (values, found), (expected_values, expected) = map(
+        values_and_second_derivatives, (jaxmp.autocast(recurrent, jnp.bfloat16), recurrent)
     )
+    assert_within_ulps(values, expected_values, 2)  # three roundings to bfloat16
     for name, value in expected.items():
-        got, value = (np.asarray(y).astype(np.float32) for y in (found[name], value))
-        np.testing.assert_allclose(got, value, rtol=2**-4, atol=2**-5 * np.abs(value).max())
+        np.testing.assert_allclose(found[name], value, rtol=2**-4, atol=2**-5 * np.abs(value).max())
