@@ -22,18 +22,13 @@ ROWS, WIDTH, TIMES = 4, 8, 3000
 EYE = np.eye(WIDTH, dtype=np.float32)
 
 
-@functools.cache
-def state(policy):
-    """On the host: an array that is made under a mesh keeps it, for tests without one too."""
-    tx = jaxmp.mixed_precision(optax.sgd(0.1), policy, loss_scale=1.0)
-    return jax.device_get(jax.jit(tx.init)({"param": jnp.ones(WIDTH)}))
-
-
 def gradient(fn, policy, params, x, **options):
     """With respect to float32 params, which the policy casts, of the sum of all that `fn` returns."""
+    params = {"param": jax.tree.map(jnp.asarray, params)}
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), policy, loss_scale=1.0).init(params)
     loss_fn = lambda params, x: jnp.sum(fn(params["param"], x).astype(jnp.float32))  # noqa: E731
-    params = jaxmp.get_policy(policy).cast_to_param(jax.tree.map(jnp.asarray, {"param": params}))
-    return jaxmp.value_and_grad(loss_fn, policy=policy, **options)(params, x, opt_state=state(policy))[1]["param"]
+    grad_fn = jaxmp.value_and_grad(loss_fn, policy=policy, **options)
+    return grad_fn(jaxmp.get_policy(policy).cast_to_param(params), x, opt_state=opt_state)[1]["param"]
 
 
 # A table, tokens, and how often each row is taken.
