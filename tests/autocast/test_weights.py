@@ -10,13 +10,17 @@ import jaxmp
 from matmul_dtypes import matmuls
 
 RECIPE = jaxmp.fp8.CurrentScaling()
-FORWARD = "float8_e4m3fn"
+FP8 = "float8_e4m3fn"  # in forward products
 SIDE = 32
 KEYS = jax.random.split(jax.random.key(0), 8)
 W, M, B, C = (jax.random.normal(KEYS[i], (SIDE, SIDE)) / 6 for i in range(4))
 X = jax.random.normal(KEYS[6], (48, SIDE))
 PARAMS = {"first": C, "last": B, "w": W, "m": M, "g": jnp.ones(SIDE), "stack": jnp.stack([W, M])}
-ALL = {"dtype": "fp8", "recipe": RECIPE, "filter": lambda path, eqn: True}
+
+
+def every_layer(path, eqn):
+    """A filter that takes the first and the last product, too."""
+    return True
 
 
 def inner(weight):
@@ -28,6 +32,12 @@ def inner(weight):
         return jnp.mean((h @ params["last"][: h.shape[1]]) ** 2)
 
     return loss
+
+
+def check_gradients(run, loss, params):
+    found, exact = (jax.jit(jax.grad(f))(params, X) for f in (run, loss))
+    for name, value in exact.items():
+        assert np.linalg.norm(found[name] - value) <= 0.2 * np.linalg.norm(value)
 
 
 WEIGHTS = {
@@ -49,9 +59,7 @@ COMPUTED = {
     "scores": lambda p, h: (h @ p["w"]).T[:, :SIDE],
     "a mask of data": lambda p, h: p["w"] * (h[:SIDE] > 0),
     "positions": lambda p, h: (h @ p["w"] + p["g"][None]).T[:, :SIDE],
-    "a loop over data": lambda p, h: lax.scan(lambda c, _: (jnp.tanh(c @ p["m"]), None), h, None, length=2)[0].T[
-        :, :SIDE
-    ],
+    "a loop over data": lambda p, h: lax.fori_loop(0, 2, lambda i, c: jnp.tanh(c @ p["m"]), h).T[:, :SIDE],
 }
 
 
@@ -60,25 +68,30 @@ COMPUTED = {
 def test_an_input_moved_or_cast_is_a_weight(name):
     loss = inner(WEIGHTS[name])
     run = jaxmp.autocast(loss, "fp8", recipe=RECIPE)
-    assert matmuls(run, PARAMS, X) == {"bfloat16": 2, FORWARD: 1}  # all but the first and the last
-    got, expected = (jax.jit(jax.grad(f))(PARAMS, X) for f in (run, loss))
-    for key, value in expected.items():
-        assert np.linalg.norm(got[key] - value) <= 0.2 * np.linalg.norm(value)
+    assert matmuls(run, PARAMS, X) == {"bfloat16": 2, FP8: 1}  # all but the first and the last
+    check_gradients(run, loss, PARAMS)
 
 
 @pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", COMPUTED)
 def test_what_a_function_computes_stays_in_16_bits_and_is_listed(name):
     loss = inner(COMPUTED[name])
-    found = matmuls(jaxmp.autocast(loss, "fp8", recipe=RECIPE, filter=ALL["filter"]), PARAMS, X)
-    assert found["bfloat16"] >= 1
-    rows = jaxmp.explain_autocast(loss, PARAMS, X, **ALL).rows
+    assert matmuls(jaxmp.autocast(loss, "fp8", recipe=RECIPE, filter=every_layer), PARAMS, X)["bfloat16"] >= 1
+    rows = jaxmp.explain_autocast(loss, PARAMS, X, dtype="fp8", recipe=RECIPE, filter=every_layer).rows
     assert "allow, not fp8: the function computes both operands" in {row.group for row in rows}
 
 
-def test_of_two_inputs_the_second_is_the_weight():
-    for fn in (lambda p, x: x @ p["w"], lambda p, x: p["w"] @ x.T):
-        assert matmuls(jaxmp.autocast(fn, "fp8", recipe=RECIPE, filter=ALL["filter"]), PARAMS, X) == {FORWARD: 1}
+def test_layers_in_a_scan_train_all_their_parts():
+    """A stack of layers with adapters whose products stay in 16 bits: the gradients are those of float32."""
+    stack = {"w": jnp.stack([W] * 3), "a": jnp.stack([C[:, :16]] * 3), "b": jnp.stack([B[:16]] * 3)}
+
+    def loss(stack, x):
+        body = lambda h, p: (jnp.tanh(h @ p["w"] + (h @ p["a"]) @ p["b"]), None)  # noqa: E731
+        return jnp.mean(lax.scan(jax.checkpoint(body), x, stack)[0] ** 2)
+
+    run = jaxmp.autocast(loss, "fp8", recipe=RECIPE)
+    assert matmuls(run, stack, X)[FP8] == 3
+    check_gradients(run, loss, stack)
 
 
 def layers(params, x):
@@ -87,8 +100,8 @@ def layers(params, x):
     return x
 
 
-# each with six layers
-HOWS = {
+SIX = [(W * (i + 1), PARAMS["g"] * i) for i in range(6)]
+SIX_LAYERS = {
     "plain": layers,
     "a batch of sequences": lambda p, x: layers(p, x[:, None])[:, 0],
     "vmap": lambda p, x: jax.vmap(lambda row: layers(p, row))(x),
@@ -101,29 +114,32 @@ HOWS = {
 
 @pytest.mark.thorough(2)
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("how", SIX_LAYERS)
 def test_layers_under_transformations(how, rows):
-    params = [(W * (i + 1), PARAMS["g"] * i) for i in range(6)]
-    fn = jaxmp.autocast(HOWS[how], "fp8", recipe=RECIPE, filter=ALL["filter"])
-    assert matmuls(fn, params, X[:rows]) == {FORWARD: 6}
+    fn = jaxmp.autocast(SIX_LAYERS[how], "fp8", recipe=RECIPE, filter=every_layer)
+    assert matmuls(fn, SIX, X[:rows]) == {FP8: 6}
 
 
-def test_a_function_that_is_called_twice_has_a_first_and_a_last():
+def four_calls(p, x):
     layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
-
-    def loss(p, x):
-        for _ in range(4):
-            x = layer(p["w"], x)
-        return x.sum()
-
-    assert matmuls(jaxmp.autocast(loss, "fp8", recipe=RECIPE), PARAMS, X) == {"bfloat16": 2, FORWARD: 2}
+    return layer(p["w"], layer(p["w"], layer(p["w"], layer(p["w"], x))))
 
 
-def test_an_embedding_is_the_first_operation():
-    def loss(p, tokens):
-        return layers([(p["w"], p["g"]), (p["last"], p["g"])], p["m"][tokens]).sum()
+def after_an_embedding(p, x):
+    return layers([(p["w"], p["g"]), (p["last"], p["g"])], p["m"][jnp.argmax(x[:4], 1)])
 
-    assert matmuls(jaxmp.autocast(loss, "fp8", recipe=RECIPE), PARAMS, jnp.arange(4)) == {FORWARD: 1, "bfloat16": 1}
+
+@pytest.mark.parametrize(
+    ("fn", "filter", "expected"),
+    [
+        pytest.param(lambda p, x: x @ p["w"], every_layer, {FP8: 1}, id="of two inputs the second is the weight"),
+        pytest.param(lambda p, x: p["w"] @ x.T, every_layer, {FP8: 1}, id="of two inputs, the other way round"),
+        pytest.param(four_calls, None, {"bfloat16": 2, FP8: 2}, id="the first and the last call of a function"),
+        pytest.param(after_an_embedding, None, {"bfloat16": 1, FP8: 1}, id="an embedding is the first operation"),
+    ],
+)
+def test_which_products_are_layers(fn, filter, expected):
+    assert matmuls(jaxmp.autocast(fn, "fp8", recipe=RECIPE, filter=filter), PARAMS, X) == expected
 
 
 def test_rows_say_why_other_products_are_left():
@@ -139,18 +155,3 @@ def test_rows_say_why_other_products_are_left():
     groups = {row.group for row in rows}
     for why in ("computes both operands", "call jaxmp.fp8.ragged_dot", "it is a convolution", "the last operation"):
         assert any(why in group for group in groups), (why, groups)
-
-
-def test_layers_in_a_scan_train_all_their_parts():
-    """A stack of layers with adapters whose products stay in 16 bits: the gradients are those of float32."""
-    stack = {"w": jnp.stack([W] * 3), "a": jnp.stack([C[:, :16]] * 3), "b": jnp.stack([B[:16]] * 3)}
-
-    def loss(stack, x):
-        body = lambda h, p: (jnp.tanh(h @ p["w"] + (h @ p["a"]) @ p["b"]), None)  # noqa: E731
-        return jnp.mean(lax.scan(jax.checkpoint(body), x, stack)[0] ** 2)
-
-    run = jaxmp.autocast(loss, "fp8", recipe=RECIPE)
-    assert matmuls(run, stack, X)[FORWARD] == 3
-    got, expected = (jax.jit(jax.grad(f))(stack, X) for f in (run, loss))
-    for name, value in expected.items():
-        assert np.linalg.norm(got[name] - value) <= 0.2 * np.linalg.norm(value)
