@@ -77,14 +77,18 @@ def phase(h: Any) -> Any:
     return jnp.sin((h @ jnp.eye(32)) * 200.0)
 
 
-FAULTS = (
-    *(window_mean, tiny_epsilon, sharp_softmax, exponent, difference),
-    *(carry, norm, coordinates, variance, phase),
-)
+FAULTS = (window_mean, tiny_epsilon, sharp_softmax, exponent, difference, carry, norm, coordinates, variance, phase)
 
 
 def nothing(h: Any) -> Any:
     return h
+
+
+def forward(x: Any, planted: Any, first: Any, second: Any, third: Any, last: Any, norm: Any, last_norm: Any) -> Any:
+    """The model of every framework, whose first, second and third layers are of 32 features."""
+    x = jax.nn.gelu(first(x))
+    x = norm(x + second(x))
+    return last(last_norm(jax.nn.silu(third(planted(x)))))
 
 
 def of_linen(fault: Any) -> Any:
@@ -96,13 +100,10 @@ def of_linen(fault: Any) -> Any:
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            x = nn.gelu(nn.Dense(32)(x))
-            x = nn.LayerNorm()(x + nn.Dense(32)(x))
-            x = nn.Dense(32)(Planted(name="planted")(x))
-            return nn.Dense(8)(nn.LayerNorm()(nn.silu(x)))
+            layers = (nn.Dense(n) for n in (32, 32, 32, 8))
+            return forward(x, Planted(name="planted"), *layers, nn.LayerNorm(), nn.LayerNorm())
 
-    params = jax.jit(Net().init)(jax.random.key(0), X)
-    return Net().apply, (params, X)
+    return Net().apply, (jax.jit(Net().init)(jax.random.key(0), X), X)
 
 
 def of_nnx(fault: Any) -> Any:
@@ -113,15 +114,12 @@ def of_nnx(fault: Any) -> Any:
     class Net(nnx.Module):
         def __init__(self):
             rngs = nnx.Rngs(0)
-            self.first, self.second, self.third = (nnx.Linear(32, 32, rngs=rngs) for _ in range(3))
+            self.layers = nnx.List([nnx.Linear(32, n, rngs=rngs) for n in (32, 32, 32, 8)])
             self.norms = nnx.List([nnx.LayerNorm(32, rngs=rngs) for _ in range(2)])
-            self.planted, self.last = Planted(), nnx.Linear(32, 8, rngs=rngs)
+            self.planted = Planted()
 
         def __call__(self, x):
-            x = nnx.gelu(self.first(x))
-            x = self.norms[0](x + self.second(x))
-            x = self.third(self.planted(x))
-            return self.last(self.norms[1](nnx.silu(x)))
+            return forward(x, self.planted, *self.layers, *self.norms)
 
     return lambda model, x: model(x), (Net(), X)
 
@@ -132,10 +130,8 @@ def of_haiku(fault: Any) -> Any:
             return fault(h)
 
     def net(x):
-        x = jax.nn.gelu(hk.Linear(32)(x))
-        x = hk.LayerNorm(-1, True, True)(x + hk.Linear(32)(x))
-        x = hk.Linear(32)(Planted(name="planted")(x))
-        return hk.Linear(8)(hk.LayerNorm(-1, True, True)(jax.nn.silu(x)))
+        layers, norms = (hk.Linear(n) for n in (32, 32, 32, 8)), (hk.LayerNorm(-1, True, True) for _ in range(2))
+        return forward(x, Planted(name="planted"), *layers, *norms)
 
     model = hk.without_apply_rng(hk.transform(net))
     return model.apply, (jax.jit(model.init)(jax.random.key(0), X), X)
@@ -147,10 +143,7 @@ def of_equinox(fault: Any) -> Any:
         norms: Any
 
         def __call__(self, x):
-            x = jax.nn.gelu(jax.vmap(self.layers[0])(x))
-            x = jax.vmap(self.norms[0])(x + jax.vmap(self.layers[1])(x))
-            x = jax.vmap(self.layers[2])(fault(x))
-            return jax.vmap(self.layers[3])(jax.vmap(self.norms[1])(jax.nn.silu(x)))
+            return forward(x, fault, *map(jax.vmap, self.layers), *map(jax.vmap, self.norms))
 
     keys = jax.random.split(jax.random.key(0), 4)
     layers = [eqx.nn.Linear(32, n, key=k) for n, k in zip((32, 32, 32, 8), keys, strict=True)]
@@ -223,10 +216,7 @@ def test_a_layer_that_is_kept_adds_nothing():
 
 
 def test_loops_branches_and_rules_are_gone_through():
-    @jax.custom_vjp
-    def rule(x):
-        return jnp.sin(x)
-
+    rule = jax.custom_vjp(jnp.sin)
     rule.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
 
     def fn(x, w):
