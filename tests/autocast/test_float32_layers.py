@@ -138,17 +138,12 @@ def in_bfloat16(head, x):
         return head(x)
 
 
-MIXED = "params=bfloat16,compute=float16,output=float32"
-
-
 @pytest.mark.parametrize(
     ("model", "policy", "keep_fp32", "expected"),
     [
         pytest.param(lambda: Net(np.float32), "bf16", (), {"bfloat16": 11}, id="NumPy's float32"),
         pytest.param(lambda: Net("float32"), "bf16", (), {"bfloat16": 11}, id="float32 by name"),
         pytest.param(lambda: Net(np.dtype("float32")), "bf16", (), {"bfloat16": 11}, id="a dtype of NumPy"),
-        pytest.param(lambda: Net(BF16), MIXED, (), {"bfloat16": 11}, id="16 bits are a request"),
-        pytest.param(lambda: NnxNet(BF16), MIXED, (), {"bfloat16": 11}, id="16 bits are a request, nnx"),
         pytest.param(Net, "bf16", ("bias", "norm/scale"), {"bfloat16": 11}, id="not all params of a layer"),
         pytest.param(Around, "bf16", "kept/*", {"float32": 11, "bfloat16": 6}, id="a module that holds layers"),
         pytest.param(lambda: Stack("scan"), "bf16", "keep/*", {"float32": 3, "bfloat16": 3}, id="in a scan"),
