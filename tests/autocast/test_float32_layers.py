@@ -52,37 +52,26 @@ def step_of(model: Any, policy: Any, **options: Any) -> Any:
     return params, step
 
 
-def products(model: Any, policy: Any, **options: Any) -> Any:
-    params, step = step_of(model, policy, **options)
-    return matmuls(step, params)
-
-
-# A model with four layers has eleven products, forward and backward.
-IN_16_BITS = {"bf16": {"bfloat16": 11}, "fp16": {"float16": 11}, "fp8": {"bfloat16": 5} | TWO_IN_FP8}
-HEAD_KEPT = {
-    "bf16": {"bfloat16": 8, "float32": 3},
-    "fp16": {"float16": 8, "float32": 3},
-    "bf16-mixed": {"bfloat16": 8, "float32": 3},
-    "fp8": {"bfloat16": 2, "float32": 3} | TWO_IN_FP8,
+# The eleven products of a model with four layers, forward and backward; and where the head is kept in float32.
+EXPECTED = {
+    "bf16": ({"bfloat16": 11}, {"bfloat16": 8, "float32": 3}),
+    "bf16-mixed": ({"bfloat16": 11}, {"bfloat16": 8, "float32": 3}),
+    "fp16": ({"float16": 11}, {"float16": 8, "float32": 3}),
+    "fp8": ({"bfloat16": 5} | TWO_IN_FP8, {"bfloat16": 2, "float32": 3} | TWO_IN_FP8),
 }
 
 
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("policy", IN_16_BITS)
+@pytest.mark.thorough(4)
+@pytest.mark.parametrize("policy", EXPECTED)
 @pytest.mark.parametrize("net", [Net, NnxNet])
-def test_it_runs_as_a_layer_without_a_dtype(net, policy):
+def test_it_runs_as_a_layer_without_a_dtype_unless_a_policy_names_its_params(net, policy):
+    everywhere, head_kept = EXPECTED[policy]
     params, step = step_of(net(), policy)
-    assert matmuls(step, params) == IN_16_BITS[policy]
+    assert matmuls(step, params) == everywhere
     assert_same_program(jax.jit(step)(params), jax.jit(step_of(net(None), policy)[1])(params))
-
-
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("policy", HEAD_KEPT)
-@pytest.mark.parametrize("net", [Net, NnxNet])
-def test_a_layer_whose_params_a_policy_names_computes_in_float32(net, policy):
-    for dtype in (F32, None):  # whatever its dtype
+    for dtype in (F32, None):
         params, step = step_of(net(dtype), policy, keep_fp32="head/*")
-        assert matmuls(step, params) == HEAD_KEPT[policy]
+        assert matmuls(step, params) == head_kept
         grads = jax.eval_shape(step, params)[1]
         assert grads["head"]["kernel"].dtype == F32
         assert grads["first"]["kernel"].dtype == jaxmp.get_policy(policy, keep_fp32=()).param_dtype
@@ -163,7 +152,8 @@ def in_bfloat16(head, x):
     ],
 )
 def test_which_products_run_in_which_dtype(model, policy, keep_fp32, expected):
-    assert products(model(), policy, keep_fp32=keep_fp32) == expected
+    params, step = step_of(model(), policy, keep_fp32=keep_fp32)
+    assert matmuls(step, params) == expected
 
 
 def test_batch_norm_and_cells_return_16_bits_as_without_a_dtype():
