@@ -179,3 +179,17 @@ def test_a_long_list_of_layers_is_cut():
 
 def test_a_function_without_matmuls():
     assert jaxmp.explain_autocast(jnp.sin, X).summary() == "matmul FLOPs: none"
+
+
+@pytest.mark.parametrize("measure", [False, True])
+@pytest.mark.parametrize("as_function", [lambda model: model, lambda model: model.__call__], ids=["model", "method"])
+def test_a_model_with_state_is_the_function(as_function, measure):
+    """Its statistics and its keys stay as they are."""
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(nnx.Linear(32, 32, rngs=rngs), nnx.BatchNorm(32, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+    before = nnx.as_pure(nnx.state(model))
+    found = jaxmp.explain_autocast(as_function(model), X, dtype=jnp.bfloat16, measure=measure)
+    assert found.matmul_flops_by_dtype() == {"bfloat16": LAYER}
+    assert {row.module for row in found.rows if row.name == "dot_general"} == {"0"}
+    after = nnx.as_pure(nnx.state(model))
+    assert all(x is y for x, y in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True))

@@ -47,14 +47,14 @@ class Biases(NamedTuple):
 
     Attributes:
       lists, groups: the lists of each equation, and its group by these.
-      equations: the additions that add a bias, by number, and which operand it is.
+      equations: the additions that add a bias, by number.
       inner: for each equation with functions inside, what was found in these; not for jax's linear algebra.
       results: what is known of its results.
     """
 
     lists: list[CastLists]
     groups: list[str | None]
-    equations: dict[int, int]
+    equations: frozenset[int]
     inner: dict[int, tuple["Biases", ...]]
     results: list[Value]
 
@@ -68,7 +68,7 @@ def find(jaxpr: Any, lists: CastLists, inputs: Sequence[Value] | None = None) ->
     known = dict.fromkeys(jaxpr.constvars, _CONSTANT) | dict(zip(jaxpr.invars, inputs, strict=True))
     at = [regions.lists_of(eqn, lists) for eqn in jaxpr.eqns]
     groups = [cast_lists.group_of(eqn, here) for eqn, here in zip(jaxpr.eqns, at, strict=True)]
-    biased, inside = {}, {}
+    biased, inside = set(), {}
     for i, (eqn, here) in enumerate(zip(jaxpr.eqns, at, strict=True)):
         operands = [_CONSTANT if isinstance(v, core.Literal) else known[v] for v in eqn.invars]
         name = eqn.primitive.name
@@ -93,12 +93,12 @@ def find(jaxpr: Any, lists: CastLists, inputs: Sequence[Value] | None = None) ->
         elif name == "add":
             for k in (0, 1):
                 if _is_bias(eqn, k, operands):
-                    biased[i] = k
+                    biased.add(i)
                     product = operands[1 - k]
                     results = [Value(product.sources, features=product.features, is_conv=product.is_conv)]
         known |= dict(zip(eqn.outvars, results, strict=True))
     results = [_CONSTANT if isinstance(v, core.Literal) else known[v] for v in jaxpr.outvars]
-    return Biases(at, groups, biased, inside, results)
+    return Biases(at, groups, frozenset(biased), inside, results)
 
 
 def _inputs_of_functions(eqn: Any, operands: list[Value]) -> list[list[Value]]:

@@ -147,8 +147,8 @@ class Interpreter:
         if how == "once":
             found = _rounded_once(eqn, operands, choice)
         elif is_low and repeated:
-            arrays = [v.read(FLOAT32 if k in repeated else choice.operand(k, v)) for k, v in enumerate(operands)]
-            found = [_repeated(eqn, arrays, repeated, dtype)]
+            given = [(v, k in repeated and v.is_float32, choice.operand(k, v)) for k, v in enumerate(operands)]
+            found = [_repeated(eqn, [v.array if is_wide else v.read(d) for v, is_wide, d in given], repeated, dtype)]
         elif is_low and is_held and name not in cast_lists.INTO_BUFFER:
             found = _bind(eqn, [v.read(FLOAT32) for v in operands], FLOAT32)  # an input, moved: held in float32, too
         else:
@@ -488,16 +488,18 @@ def _is_repeated(eqn: Any, k: int) -> bool:
 
 
 def _repeated(eqn: Any, arrays: list[Any], repeated: list[int], dtype: Any) -> Any:
-    """An operation in 16 bits that repeats arrays, in float32: so their gradients are summed in float32.
+    """An operation in 16 bits that repeats an operand. Its gradient is summed in float32: in bfloat16, 256 + 1 is 256.
 
-    In bfloat16, 256 + 1 is 256.
+    Operands of float32 are cast first, and get a float32 gradient.
     """
-    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
-    if name not in ("add", "sub", "mul"):
-        return cast(_bind(eqn, arrays, FLOAT32)[0], dtype)
 
     def run(*xs: Any) -> Any:
-        wide = [jnp.broadcast_to(x, shape) if k in repeated else x for k, x in enumerate(xs)]
-        return _bind(eqn, [cast(x, dtype) for x in wide], dtype)[0]
+        return eqn.primitive.bind(*(cast(x, dtype) for x in xs), **eqn.params)
 
-    return jax.checkpoint(run)(*arrays) if name == "mul" else run(*arrays)  # its derivative would keep a repeated array
+    def tangent_of(k: int, operands: Any, tangent: Any) -> Any:
+        within = FLOAT32 if k in repeated else dtype
+        given = [cast(x, within) for x in operands]
+        bind = lambda x: eqn.primitive.bind(*given[:k], x, *given[k + 1 :], **eqn.params)  # noqa: E731
+        return cast(jax.jvp(bind, (given[k],), (cast(tangent, within),))[1], dtype)
+
+    return products.with_tangents(run, tangent_of, arrays)

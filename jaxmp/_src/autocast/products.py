@@ -32,10 +32,6 @@ def in_float32(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) 
     dtype = next(x.dtype for x in operands if x.dtype in FLOATS)
     low, wide = (params | {"preferred_element_type": d} for d in (dtype, FLOAT32))
 
-    @jax.custom_jvp
-    def run(*xs: Any) -> Any:
-        return _to_float32(functools.partial(primitive.bind, **wide), *xs)
-
     def tangent_of(k: int, operands: Any, tangent: Any) -> Any:
         given = [*operands[:k], tangent, *operands[k + 1 :]]
         if dtype == jnp.bfloat16:
@@ -44,10 +40,18 @@ def in_float32(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) 
             given = [cast(x, FLOAT32) for x in given]
         return primitive.bind(*given, **wide)
 
+    return with_tangents(lambda *xs: _to_float32(functools.partial(primitive.bind, **wide), *xs), tangent_of, operands)
+
+
+def with_tangents(run: Callable[..., Any], tangent_of: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    """`run(*operands)`, whose tangent is the sum of `tangent_of(k, operands, tangent of k)` over its floats."""
+    run = jax.custom_jvp(run)
+
     @functools.partial(run.defjvp, symbolic_zeros=True)
     def derivative(primals: Any, tangents: Any) -> Any:
-        out, tangents = run(*primals), list(enumerate(tangents))
-        moving = [(k, t) for k, t in tangents if primals[k].dtype in FLOATS and not isinstance(t, SymbolicZero)]
+        out = run(*primals)
+        pairs = enumerate(zip(primals, tangents, strict=True))
+        moving = [(k, t) for k, (x, t) in pairs if x.dtype in FLOATS and not isinstance(t, SymbolicZero)]
         parts = [tangent_of(k, primals, t) for k, t in moving]
         return out, functools.reduce(lax.add, parts) if parts else jnp.zeros_like(out)
 

@@ -60,7 +60,7 @@ def find_uses(
     default of none; `found` are its biases; None: they are those of a whole function.
     """
     found = found or biases.find(jaxpr, lists)
-    biased = dict(found.equations)
+    biased = set(found.equations)
     low: dict[Any, bool] = {}
     wide: dict[Any, bool] = {}
     tame: dict[Any, bool] = {}
@@ -100,7 +100,7 @@ def find_uses(
                 use(atom, *((uses.low_inputs[k], uses.wide_inputs[k]) if name in jaxprs.CALLS else (False, False)))
             continue
         if is_wide and here.float32_products == "read":
-            biased.pop(i, None)  # its matmul returns float32
+            biased.discard(i)  # its matmul returns float32
         group = "allow" if i in biased else group
         cast = cast_lists.kind_of_cast(eqn, here.dtype)
         if cast in ("same", "wide"):
@@ -115,8 +115,8 @@ def find_uses(
         as_low = group == "allow" or is_cast_low or (is_low and name in cast_lists.BEFORE_CAST)
         reads_float32 = group == "force_fp32" or here.dtype is None or cast_lists.names_precision(eqn, here)
         as_tame = name in cast_lists.BOUNDED or (is_tame and name in ("add", "mul", "sub", "neg"))
-        for k, atom in enumerate(eqn.invars):  # a bias is cast when it has been repeated
-            use(atom, as_low and biased.get(i) != k, fused or reads_float32, as_tame)
+        for atom in eqn.invars:
+            use(atom, as_low, fused or reads_float32, as_tame)
     return Uses(
         found.lists,
         found.groups,

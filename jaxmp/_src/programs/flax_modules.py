@@ -71,7 +71,7 @@ def call(fn: Callable[..., Any], transform: Callable[..., Any], args: Any, kwarg
     Returns:
       The result of `fn`; nnx modules are updated in place.
     """
-    fn, args, kwargs = _unbound(fn, args, kwargs)
+    fn, args, kwargs = unbound(fn, args, kwargs)
     if args and isinstance(args[0], linen.Module) and args[0].scope is not None:
         return _call_linen(fn, transform, args[0], args[1:], kwargs, hook)
     leaves = flat_leaves((args, kwargs), _changes_in_place)
@@ -103,10 +103,10 @@ def _changes_in_place(x: Any) -> bool:
     return is_module(x) or isinstance(x, nnx.Variable)
 
 
-def _unbound(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+def unbound(fn: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """A function that takes the module it is bound to, and the arguments of a partial, as arguments."""
     if isinstance(fn, functools.partial):
-        return _unbound(fn.func, (*fn.args, *args), fn.keywords | kwargs)
+        return unbound(fn.func, (*fn.args, *args), fn.keywords | kwargs)
     if is_module(fn) or isinstance(fn, linen.Module):
         return type(fn).__call__, (fn, *args), kwargs
     owner = getattr(fn, "__self__", None)

@@ -35,6 +35,7 @@ import numpy as np
 from jaxmp._src.autocast import cast_lists, explain, regions, rewrite
 from jaxmp._src.base import ambient
 from jaxmp._src.fp8 import chosen_layers, linen_layers
+from jaxmp._src.programs import flax_modules
 from jaxmp._src.step import fp8_products
 from jaxmp._src.step.policy import Policy, get_policy, is_policy
 
@@ -283,6 +284,7 @@ def explain_autocast(
     lists = cast_lists.make_lists(dtype, allow, force_fp32, widest, modules, keeps)
     with contextlib.nullcontext() if policy is None else _fp8_and_precision(policy, enabled=True, filter=filter):
         lists = lists._replace(chooser=chooser)
+        fn, args, kwargs = flax_modules.unbound(fn, args, kwargs)  # a model whose state a trace may change
         found = explain.explain(fn, lists, args, kwargs)
         if measure:
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((args, kwargs))):
