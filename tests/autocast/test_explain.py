@@ -193,3 +193,11 @@ def test_a_model_with_state_is_the_function(as_function, measure):
     assert {row.module for row in found.rows if row.name == "dot_general"} == {"0"}
     after = nnx.as_pure(nnx.state(model))
     assert all(x is y for x, y in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True))
+
+
+def test_the_dtype_is_given_once():
+    assert jaxmp.explain_autocast(jnp.matmul, X, X).matmul_flops_by_dtype() == {"float16": LAYER}
+    assert jaxmp.explain_autocast(jnp.matmul, X, X, policy="bf16").matmul_flops_by_dtype() == {"bfloat16": LAYER}
+    for dtype in (jnp.float16, jnp.bfloat16):
+        with pytest.raises(ValueError, match="give dtype= or policy=, not both"):
+            jaxmp.explain_autocast(jnp.matmul, X, X, dtype=dtype, policy="bf16")

@@ -213,7 +213,7 @@ def autocast(
 def explain_autocast(
     fn: Callable[..., Any],
     *args: Any,
-    dtype: Any = jnp.float16,
+    dtype: Any = None,
     policy: Any = None,
     measure: bool = False,
     grad: bool = False,
@@ -238,7 +238,7 @@ def explain_autocast(
     Args:
       fn: the function.
       *args: its arguments; arrays may be `jax.ShapeDtypeStruct`, but not to measure.
-      dtype: as for `autocast`; a policy or its name, too.
+      dtype: as for `autocast`, by default float16; a policy or its name, too.
       policy: the same by the name that other functions give it.
       measure: whether to run the function, and to measure the error of each operation.
       grad: whether to measure the gradient of the function too, by all of its float arguments: of its result, or of the
@@ -273,10 +273,10 @@ def explain_autocast(
     """
     if grad and not measure:
         raise ValueError("explain_autocast: grad=True measures the gradient too; it needs measure=True")
-    if policy is not None:
-        if dtype is not jnp.float16:
-            raise ValueError(f"explain_autocast: give dtype= or policy=, not both; got {dtype!r} and {policy!r}")
-        dtype = policy
+    if dtype is not None and policy is not None:
+        raise ValueError(f"explain_autocast: give dtype= or policy=, not both; got {dtype!r} and {policy!r}")
+    dtype = policy if dtype is None else dtype
+    dtype = jnp.float16 if dtype is None else dtype
     dtype, chooser = _with_recipe(dtype, recipe, filter)
     policy = get_policy(dtype) if is_policy(dtype) else None
     keeps = None if policy is None else _kept_by(policy)
