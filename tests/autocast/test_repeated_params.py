@@ -102,6 +102,16 @@ def in_two_loops(w, x):
     return jax.lax.scan(lambda _, x: (None, recurrent(w, x)), None, x.reshape(10, -1, 1, WIDTH))[1]
 
 
+# A weight with many readers, of which the last has a gradient of 256.
+READERS = np.ones((9, 1, WIDTH), np.float32)
+READERS[-1] = 256
+OF_READERS = (EYE, READERS, np.full_like(EYE, 264))
+
+
+def read_in_turn(w, x):
+    return jnp.stack([row @ w for row in x])
+
+
 @pytest.mark.thorough(6)
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-mixed"])
 @pytest.mark.parametrize(
@@ -128,6 +138,9 @@ def in_two_loops(w, x):
             *OF_BIAS,
             id="a bias in a branch",
         ),
+        pytest.param(read_in_turn, *OF_READERS, id="many readers"),
+        pytest.param(jax.jit(read_in_turn), *OF_READERS, id="many readers in a function"),
+        pytest.param(lambda w, x: read_in_turn(w.T, x), *OF_READERS, id="many readers of what is moved"),
         pytest.param(recurrent, *OF_LOOP, id="weights of a loop"),
         pytest.param(lambda w, x: recurrent(w, x.astype(w["w"].dtype)), *OF_LOOP, id="weights of a loop in 16 bits"),
         pytest.param(remat_in_a_loop, *OF_LOOP, id="weights of a loop, under remat"),
