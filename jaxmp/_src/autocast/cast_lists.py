@@ -78,7 +78,7 @@ EACH_ITS_OWN = frozenset(
     {
         *("sort", "optimization_barrier", "psum", "psum_invariant", "psum_invariant2", "pmax", "pmin", "ppermute"),
         *("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "pvary", "pbroadcast", "pcast"),
-        *("device_put",),
+        *("device_put", "reshard", "mesh_cast"),
     }
 )
 

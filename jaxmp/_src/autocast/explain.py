@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.sharding import AxisType
 
 from jaxmp._src.autocast import cast_lists, flax_layers, regions, rewrite, weighted_matmuls
 from jaxmp._src.autocast.cast_lists import FLOATS, CastLists
@@ -214,8 +215,16 @@ def measure(
         scales = (2.0**16, 2.0**12, 2.0**8, 2.0**4) if lists.dtype == jnp.float16 else ()
         finite = lambda scale: all(jnp.isfinite(x).all() for x in jax.jit(gradient(scale))(*given))  # noqa: E731
         program = gradient(next(filter(finite, scales), 1.0))
+    closed = jax.make_jaxpr(program)(*given)
+    results = (v.aval for eqn in jaxprs.equations(closed) for v in eqn.outvars if hasattr(v.aval, "sharding"))
+    types = {kind for aval in results for kind in aval.sharding.mesh.axis_types}
+    if {AxisType.Auto, AxisType.Explicit} <= types:  # one by one, operations run on arrays of one kind
+        raise ValueError(
+            "explain_autocast: measure=True runs a function on a mesh whose axes keep their types; got one that calls "
+            "jax.sharding.auto_axes or explicit_axes. Measure it without a mesh, or the function inside."
+        )
     measurement = Measurement(lists.dtype or jnp.bfloat16)
-    measurement.run(jax.make_jaxpr(program)(*given), given)
+    measurement.run(closed, given)
     known = {(row.module, row.name): row for row in reversed(found.rows)}
     rows = []
     for x in measurement.rows():

@@ -136,8 +136,13 @@ class Interpreter:
         if how == "written":
             return _as_written(eqn, operands)
         if how == "each":
-            moves_nothing = name in ("pvary", "pcast", "pbroadcast")
-            found = _bind(eqn, [v.array if moves_nothing else v.read() for v in operands], None)
+            moves_nothing = name in ("pvary", "pcast", "pbroadcast", "mesh_cast")
+            before = contextlib.nullcontext()
+            if name == "reshard":  # perhaps from a mesh with axes of another type: it is cast there
+                before = jax.sharding.use_abstract_mesh(jax.typeof(operands[0].array).sharding.mesh)
+            with before:
+                given = [v.array if moves_nothing else v.read() for v in operands]
+            found = _bind(eqn, given, None)
             return [v.holds(x, const=None) for x, v in zip(found, operands, strict=True)]
         dtype = choice.dtype
         is_low = dtype in LOW

@@ -256,7 +256,8 @@ def explain_autocast(
 
     Raises:
       ValueError: as `autocast`; a function that is one of autocast already; shapes in place of arrays to measure;
-        `grad` without `measure`; both `dtype` and `policy`.
+        `grad` without `measure`; both `dtype` and `policy`; `jax.sharding.auto_axes` or `explicit_axes` in what is
+        measured.
       TypeError: `fn` is no function.
 
     Example:
