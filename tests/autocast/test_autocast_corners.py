@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType
 
 import jaxmp
+import regimes
 from helpers import assert_close, assert_exact, assert_same_program, assert_within_ulps, compilations
 from same_operations import assert_same_operations
 
@@ -482,7 +483,7 @@ BODIES: dict[str, Any] = {
 @pytest.mark.parametrize("low", [False, True], ids=["float32 params", "16-bit params"])
 def test_auto_axes_in_a_mesh_with_explicit_axes(low: bool, body: Any) -> None:
     """As without a mesh: 16-bit values enter and leave in 16 bits."""
-    x = jnp.asarray(RNG.normal(size=(8, 8)) * 0.3, BF16 if low else F32)
+    x = W.astype(BF16 if low else F32)
 
     def value_and_grad(inside: Any) -> Any:
         def loss(x: Any) -> Any:
@@ -492,18 +493,18 @@ def test_auto_axes_in_a_mesh_with_explicit_axes(low: bool, body: Any) -> None:
         return jax.jit(jax.value_and_grad(jaxmp.autocast(loss, BF16), has_aux=True))(x)
 
     (expected, y), grad = value_and_grad(body)
-    with jax.set_mesh(jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])):
-        found = value_and_grad(jax.sharding.auto_axes(body, out_sharding=jax.P("a", None)))
-        text = str(jax.make_jaxpr(jaxmp.autocast(lambda x: jax.sharding.reshard(x @ x, jax.P("a")), BF16))(x))
+    with jax.set_mesh(regimes.mesh_of(AxisType.Explicit)):
+        found = value_and_grad(jax.sharding.auto_axes(body, out_sharding=jax.P(regimes.AXIS, None)))
+        text = str(jax.make_jaxpr(jaxmp.autocast(lambda x: jax.sharding.reshard(x @ x, jax.P(regimes.AXIS)), BF16))(x))
     assert (found[0][1].dtype, found[1].dtype) == (y.dtype, grad.dtype)
     assert_close(jax.tree.map(np.float32, found), jax.tree.map(np.float32, ((expected, y), grad)), rtol=2e-2, atol=2e-2)
-    assert "bf16[8@a,8] = reshard" in text  # half the bytes move
+    assert f"bf16[8@{regimes.AXIS},8] = reshard" in text  # half the bytes move
 
 
 def test_explain_of_auto_axes() -> None:
     x = jnp.eye(8)
-    with jax.set_mesh(jax.make_mesh((4,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])):
-        fn = jax.sharding.auto_axes(chain, out_sharding=jax.P("a", None))
+    with jax.set_mesh(regimes.mesh_of(AxisType.Explicit)):
+        fn = jax.sharding.auto_axes(chain, out_sharding=jax.P(regimes.AXIS, None))
         assert jaxmp.explain_autocast(fn, x, dtype=BF16).summary() == "matmul FLOPs: 100.0% in bfloat16"
         with pytest.raises(ValueError, match="axes keep their types; got one that calls jax.sharding.auto_axes"):
             jaxmp.explain_autocast(fn, x, dtype=BF16, measure=True)

@@ -59,7 +59,7 @@ class Biases(NamedTuple):
     results: list[Value]
 
 
-def find(jaxpr: Any, lists: CastLists, inputs: Sequence[Value] | None = None) -> Biases:
+def find_biases(jaxpr: Any, lists: CastLists, inputs: Sequence[Value] | None = None) -> Biases:
     """Finds the biases of a function with these inputs, for lists that hold outside of regions.
 
     Without `inputs` it is a whole function, whose inputs have nothing in common.
@@ -75,9 +75,9 @@ def find(jaxpr: Any, lists: CastLists, inputs: Sequence[Value] | None = None) ->
         sources = functools.reduce(operator.or_, (v.sources for v in operands), 0)
         results = [Value(sources)] * len(eqn.outvars)
         if not cast_lists.is_linear_algebra(eqn) and (functions := jaxprs.functions_of(eqn)):
-            given = [Value(v.sources, v.is_input) for v in operands]
-            pairs = zip(functions, _inputs_of_functions(eqn, given), strict=True)
-            inside[i] = tuple(find(inner, here, inputs) for (inner, _), inputs in pairs)
+            arguments = _inputs_of_functions(eqn, [Value(v.sources, v.is_input) for v in operands])
+            pairs = zip(functions, arguments, strict=True)
+            inside[i] = tuple(find_biases(function, here, passed) for (function, _), passed in pairs)
             if name in jaxprs.JITS:
                 results = inside[i][0].results
             elif name in jaxprs.CALLS:  # what has its own derivative may have its own dtypes, too

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._src.autocast import attention, values
+from jaxmp._src.autocast.biases import find_biases
 from jaxmp._src.autocast.cast_lists import FLOAT32, FLOATS, CastLists
 from jaxmp._src.autocast.value_uses import find_uses
 from jaxmp._src.autocast.values import WEIGHTS, Value, cast
@@ -136,6 +137,6 @@ def _run_rule(
     function, uses = jaxprs.open_jaxpr(closed), None
     if any(sums):
         lists = lists._replace(float32_products="read")
-        uses = find_uses(function[0], lists, sums)
+        uses = find_uses(function[0], find_biases(function[0], lists), sums)
     out = Interpreter().run(function, list(map(values.result, leaves)), At((), "", lists), uses)
     return jax.tree.unflatten(jax.tree.structure(shapes), [jnp.asarray(v.read()) for v in out]), shapes

@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.extend import core, source_info_util
 
 from jaxmp._src.autocast import cast_lists, choices, derivative_rules, loop_sums, products, regions, values
+from jaxmp._src.autocast.biases import find_biases
 from jaxmp._src.autocast.cast_lists import FLOAT32, FLOATS, LOW, CastLists
 from jaxmp._src.autocast.choices import Choice
 from jaxmp._src.autocast.value_uses import Uses, find_uses
@@ -76,7 +77,7 @@ class Interpreter:
     def run(self, function: Any, inputs: Sequence[Value], at: At, uses: Uses | None = None) -> list[Value]:
         """The results of a function, which is a jaxpr and its constants."""
         jaxpr, consts = function
-        uses = uses or find_uses(jaxpr, at.lists)
+        uses = uses or find_uses(jaxpr, find_biases(jaxpr, at.lists))
         known = dict(zip(jaxpr.constvars, map(values.constant, consts), strict=True))
         known |= dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -141,8 +142,8 @@ class Interpreter:
             if name == "reshard":  # perhaps from a mesh with axes of another type: it is cast there
                 before = jax.sharding.use_abstract_mesh(jax.typeof(operands[0].array).sharding.mesh)
             with before:
-                given = [v.array if moves_nothing else v.read() for v in operands]
-            found = _bind(eqn, given, None)
+                arrays = [v.array if moves_nothing else v.read() for v in operands]
+            found = _bind(eqn, arrays, None)
             return [v.holds(x, const=None) for x, v in zip(found, operands, strict=True)]
         dtype = choice.dtype
         is_low = dtype in LOW

@@ -79,8 +79,10 @@ def _scope(lists: CastLists) -> contextlib.AbstractContextManager[Any]:
 def lists_of(eqn: Any, lists: CastLists) -> CastLists:
     """The lists of an equation in a function that runs by `lists`."""
     number, _ = _parts(str(eqn.source_info.name_stack))
-    here = lists if number is None else _NUMBERS.lists(number)
-    return here if lists.highest_asks or not here.highest_asks else here._replace(highest_asks=False)
+    if number is None:
+        return lists
+    here = _NUMBERS.lists(number)
+    return here if lists.highest_asks else here._replace(highest_asks=False)
 
 
 def is_marked(eqn: Any) -> bool:

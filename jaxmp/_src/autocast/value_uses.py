@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from jaxmp._src.autocast import biases, cast_lists
+from jaxmp._src.autocast import cast_lists
+from jaxmp._src.autocast.biases import Biases
 from jaxmp._src.autocast.cast_lists import CastLists
 from jaxmp._src.programs import jaxprs
 
@@ -51,16 +52,12 @@ class Uses(NamedTuple):
     inner: dict[int, tuple["Uses", ...]]
 
 
-def find_uses(
-    jaxpr: Any, lists: CastLists, wide_outputs: Sequence[bool] = (), found: biases.Biases | None = None
-) -> Uses:
+def find_uses(jaxpr: Any, biases: Biases, wide_outputs: Sequence[bool] = ()) -> Uses:
     """Answers these questions for every equation of a jaxpr.
 
-    `lists` hold outside of regions; `wide_outputs` says for each output whether the caller uses it in float32 only, by
-    default of none; `found` are its biases; None: they are those of a whole function.
+    `wide_outputs` says for each output whether the caller uses it in float32 only, by default of none.
     """
-    found = found or biases.find(jaxpr, lists)
-    biased = set(found.equations)
+    biased = set(biases.equations)
     low: dict[Any, bool] = {}
     wide: dict[Any, bool] = {}
     tame: dict[Any, bool] = {}
@@ -79,7 +76,7 @@ def find_uses(
         use(atom, False, is_wide)
     low_equations, wide_equations, tamed, read_alike, inner = set(), set(), set(), set(), {}
     for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
-        name, here, group = eqn.primitive.name, found.lists[i], found.groups[i]
+        name, here, group = eqn.primitive.name, biases.lists[i], biases.groups[i]
         is_low = all(low.get(v, False) for v in eqn.outvars)
         is_wide = all(wide.get(v, False) for v in eqn.outvars)
         is_tame = all(tame.get(v, False) for v in eqn.outvars)
@@ -89,12 +86,12 @@ def find_uses(
             tamed.add(i)
         if is_wide or all(readers[v] <= 1 for v in eqn.outvars):
             read_alike.add(i)
-        if i in found.inner and group is not None:
+        if i in biases.inner and group is not None:
             inner[i] = ()
-        elif i in found.inner:
+        elif i in biases.inner:
             through = [wide.get(v, False) for v in eqn.outvars] if name in jaxprs.CALLS else ()
-            pairs = zip(jaxprs.functions_of(eqn), found.inner[i], strict=True)
-            inner[i] = tuple(find_uses(function, here, through, inside) for (function, _), inside in pairs)
+            pairs = zip(jaxprs.functions_of(eqn), biases.inner[i], strict=True)
+            inner[i] = tuple(find_uses(function, inside, through) for (function, _), inside in pairs)
             for k, atom in enumerate(eqn.invars):
                 uses = inner[i][0]
                 use(atom, *((uses.low_inputs[k], uses.wide_inputs[k]) if name in jaxprs.CALLS else (False, False)))
@@ -118,8 +115,8 @@ def find_uses(
         for atom in eqn.invars:
             use(atom, as_low, fused or reads_float32, as_tame)
     return Uses(
-        found.lists,
-        found.groups,
+        biases.lists,
+        biases.groups,
         tuple(low.get(v, False) for v in jaxpr.invars),
         tuple(wide.get(v, False) for v in jaxpr.invars),
         frozenset(low_equations),
