@@ -11,7 +11,7 @@ earlier steps. The scales are leaves of the params, their gradients are records 
 `opt_state`. So fp8 works in any loop, and clipping, weight decay, Adam and the loss scale do not change the scales.
 
 In this order: `DelayedScaling`, `CurrentScaling`, `RowwiseScaling`, `BlockScaling`, `MXFP8`, `NVFP4`, `Int8` (the
-recipes) -> `dot_general`, `einsum`, `ragged_dot`, `gated_mlp`, `quantize`, `dequantize` (what runs) -> `autocast`
+recipes) -> `dot_general`, `einsum`, `ragged_dot`, `quantize`, `dequantize` (what runs) -> `autocast`
 (where), `save_quantized` (what remat keeps) -> `calibrate` (scales from one batch, before the first step) ->
 `get_scales`, `with_scales`, `resize_history` (looking at them, and restoring). `backends` says which backend runs each
 of these on this machine.
@@ -23,8 +23,9 @@ from jaxmp._src.fp8.blocks import (
     BlockScaling as BlockScaling,
     RowwiseScaling as RowwiseScaling,
 )
+from jaxmp._src.fp8.current import CurrentScaling as CurrentScaling
+from jaxmp._src.fp8.delayed import DelayedScaling as DelayedScaling
 from jaxmp._src.fp8.einsum import einsum as einsum
-from jaxmp._src.fp8.gated_mlp import gated_mlp as gated_mlp
 from jaxmp._src.fp8.int8 import Int8 as Int8
 from jaxmp._src.fp8.layers import promote_all_but_kernel as promote_all_but_kernel
 from jaxmp._src.fp8.linen_layers import autocast as autocast
@@ -34,10 +35,8 @@ from jaxmp._src.fp8.matmul import (
 )
 from jaxmp._src.fp8.nvfp4 import NVFP4 as NVFP4
 from jaxmp._src.fp8.ragged_matmul import ragged_dot as ragged_dot
-from jaxmp._src.fp8.recipes import CurrentScaling as CurrentScaling, DelayedScaling as DelayedScaling
 from jaxmp._src.fp8.remat import save_quantized as save_quantized
 from jaxmp._src.fp8.scale_leaves import Scales as Scales, is_scale as is_scale, with_scales as with_scales
-from jaxmp._src.fp8.stored_kernels import load_weights as load_weights
 from jaxmp._src.guard.fp8_scales import get_amaxes as get_amaxes, get_scales as get_scales
 from jaxmp._src.guard.loss import calibrate as calibrate
 from jaxmp._src.numerics.quantize import dequantize as dequantize, quantize as quantize

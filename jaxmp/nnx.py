@@ -13,7 +13,6 @@ from jaxmp._src.bridges.nnx import (
     snapshot as snapshot,
     value_and_grad as value_and_grad,
 )
-from jaxmp._src.fp8.nnx_gated_mlp import GatedMLP as GatedMLP
 from jaxmp._src.fp8.nnx_layers import (
     Fp8DotGeneral as Fp8DotGeneral,
     Fp8RaggedDot as Fp8RaggedDot,

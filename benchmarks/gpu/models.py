@@ -26,7 +26,7 @@ RECIPES = {
     "fp8 block": jaxmp.fp8.BlockScaling(),
 }
 MATMUL = (((1,), (0,)), ((), ()))
-FIRST = ("bf16", "fp8 delayed", steps.BY_HAND, steps.FP8_WEIGHTS)  # of a whole step, as a reader asks
+FIRST = ("bf16", "fp8 delayed", steps.BY_HAND)  # of a whole step, as a reader asks
 
 
 # --- matmuls ----------------------------------------------------------------------------------------------------------

@@ -8,8 +8,6 @@ Nothing is run. Each kernel takes the longer of its bytes and its multiplication
     attention   650 TFLOP/s: four products of causal halves forward, ten backward (cuDNN's custom calls)
     a launch    2 us
 
-    cast_late   moves nothing, as in a step that changes no scale of a kernel stored in fp8 (`late_scales`)
-
     GEMMs       calls of cuBLASLt and cuDNN; their workspaces are not counted
     the rest    all other kernels; each that moves above 2 % of their bytes is named with the layer it comes from
     temp        memory beside arguments and results
@@ -18,8 +16,8 @@ On several devices the step is under `jit`, params and state on all devices, the
 and take no time here. Rows are measured one by one, those that answer most first; a second run goes on where the first
 one was cut, and `--rows 'GPT, linen, *'` chooses some.
 
-Targets: jaxmp in bf16 at most 1.02 of by hand; in fp8 with delayed scaling, with and without fp8 weights, what is no
-GEMM moves at most 1.1 of the bytes of bf16, and the step is 1.4 (GPT) and 1.48 (Llama) times as fast.
+Targets: jaxmp in bf16 at most 1.02 of by hand; in fp8 with delayed scaling, the step is 1.32 (GPT) and 1.38 (Llama)
+times as fast as bf16 by hand, and under remat its temp is at most that of bf16.
 """
 
 import functools
@@ -40,9 +38,8 @@ from benchmarks.programs import steps
 from benchmarks.programs.fp8_matmuls import FP8_GEMM, GEMM, OPTIONS
 
 ATTENTION = "__cudnn$fmha"
-IDLE = "/cast_late/"  # in the name of an operation
 NAMED = 0.02  # of the bytes of the rest
-MOST_OF_BY_HAND, MOST_OF_REST, FASTER = 1.02, 1.1, {"GPT": 1.4, "Llama": 1.48}
+MOST_OF_BY_HAND, FASTER = 1.02, {"GPT": 1.32, "Llama": 1.38}
 PARTS = {"norm_1", "norm_2", "mlp"}.union(*(stack.matrices for stack in steps.STACKS))
 SHOWN = (steps.BY_HAND, "bf16", "fp8 delayed")  # whose kernels the page names
 
@@ -100,8 +97,7 @@ def counts(compiled: jax.stages.Compiled) -> dict[str, Any]:
             texts[name] = op_name.group(1) if op_name else ""
     report = aot.report(compiled, every_turn=True)
     runs = [i for i in aot.instructions(compiled, every_turn=True) if not i.op.startswith("all-")]
-    idle = {name for name, op_name in texts.items() if IDLE in op_name}
-    moved = {id(i): 0 if i.name in idle else i.bytes_read + i.bytes_written - scratch[i.name] for i in runs}
+    moved = {id(i): i.bytes_read + i.bytes_written - scratch[i.name] for i in runs}
     gemms = [i for i in runs if works[i.name]]
     rest = [i for i in runs if not works[i.name]]
     gemm_s = [max(works[i.name] / (IN_FP8 if i.kind == FP8_GEMM else IN_16_BITS), moved[id(i)] / MEMORY) for i in gemms]
@@ -172,12 +168,11 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
         hand, bf16 = beside(rows, row, steps.BY_HAND), beside(rows, row, "bf16")
         if row["precision"] == "bf16" and hand and row["ms"] > MOST_OF_BY_HAND * hand["ms"]:
             out.append(f"{row['row']}: {row['ms'] / hand['ms']:.3f} of by hand, over {MOST_OF_BY_HAND}")
-        if row["precision"] in ("fp8 delayed", steps.FP8_WEIGHTS) and bf16:
-            beside_gemms, faster = row["rest_mib"] / bf16["rest_mib"], bf16["ms"] / row["ms"]
-            if beside_gemms > MOST_OF_REST:
-                out.append(f"{row['row']}: {beside_gemms:.2f} of the bytes beside GEMMs in bf16, over {MOST_OF_REST}")
-            if faster < FASTER[row["stack"]]:
-                out.append(f"{row['row']}: {faster:.2f} times as fast as bf16, below {FASTER[row['stack']]}")
+        if row["precision"] == "fp8 delayed" and hand and hand["ms"] / row["ms"] < FASTER[row["stack"]]:
+            faster = f"{hand['ms'] / row['ms']:.2f} times as fast as by hand"
+            out.append(f"{row['row']}: {faster}, below {FASTER[row['stack']]}")
+        if row["precision"] == "fp8 delayed" and row["remat"] and bf16 and row["temp_mib"] > bf16["temp_mib"]:
+            out.append(f"{row['row']}: {row['temp_mib'] / bf16['temp_mib']:.2f} of the temp of bf16, over 1")
     return out
 
 

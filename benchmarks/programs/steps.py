@@ -7,8 +7,7 @@ that come out. Attention is cuDNN's flash attention. The optimizer clips by the 
 `by hand` is what a user writes in bfloat16: `dtype=` in every layer, bfloat16 params, float32 masters, no check of the
 gradients. The others name the precision once (`jaxmp.linen.TrainState`, `jaxmp.nnx.Optimizer`), and the model says no
 dtype. In fp8 all matmuls with weights are in fp8, also those of the first and the last layer: the stack is the middle
-of a model. The policy "fp8" has float32 params; with "fp8 weights" the optimizer writes the kernels in fp8. With
-"gated MLP" a Llama's gate, up and down are `jaxmp.linen.GatedMLP` or `jaxmp.nnx.GatedMLP`, with the same params.
+of a model. The policy "fp8" has float32 params.
 """
 
 import contextlib
@@ -29,15 +28,13 @@ from benchmarks.programs.recipes import LEARNING_RATE, MAX_NORM
 
 HEAD = 128  # of attention
 BY_HAND = "bf16 by hand"
-FP8_WEIGHTS = "fp8 delayed, fp8 weights"
 RECIPES = {
     "fp8 delayed": jaxmp.fp8.DelayedScaling(),
     "fp8 current": jaxmp.fp8.CurrentScaling(),
     "fp8 block": jaxmp.fp8.BlockScaling(),
     "fp8 rowwise": jaxmp.fp8.RowwiseScaling(),
-    FP8_WEIGHTS: jaxmp.fp8.DelayedScaling(),
 }
-PRECISIONS = (BY_HAND, "bf16", "fp8 delayed", "fp16", "fp8 current", "fp8 block", "fp8 rowwise", FP8_WEIGHTS)
+PRECISIONS = (BY_HAND, "bf16", "fp8 delayed", "fp16", "fp8 current", "fp8 block", "fp8 rowwise")
 FRAMEWORKS = ("linen", "nnx")
 OPTIMIZER = "optimizer"  # the scope of its operations
 
@@ -74,13 +71,12 @@ class Step(NamedTuple):
     remat: bool = False
     devices: int = 1
     flash: bool = True  # else XLA's attention
-    gated: bool = False  # the MLP of a Llama is one layer of jaxmp
 
     @property
     def row(self) -> str:
         """The name of the row."""
         remat, devices = ", remat" * self.remat, f", {self.devices} devices" * (self.devices > 1)
-        return f"{self.stack.kind}, {self.framework}, {self.precision}{', gated MLP' * self.gated}{remat}{devices}"
+        return f"{self.stack.kind}, {self.framework}, {self.precision}{remat}{devices}"
 
 
 def steps() -> list[Step]:
@@ -94,20 +90,14 @@ def steps() -> list[Step]:
         for stack in STACKS
         for precision in PRECISIONS
     ]
-    gated = [
-        Step(STACKS[1], precision, framework, devices=devices, gated=True)
-        for devices in (1, 8)
-        for framework in FRAMEWORKS
-        for precision in ("fp8 delayed", FP8_WEIGHTS)
-    ]
-    return list(dict.fromkeys([*first, *gated, *every]))
+    return list(dict.fromkeys([*first, *every]))
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def forward(kind: str, flash: bool, gated: bool, layer: Callable[[str], Callable[[Array], Array]], x: Array) -> Array:
-    """One layer, [B, T, D] -> [B, T, D]; `layer` gives its parts by name: Dense layers, norms, a gated MLP."""
+def forward(kind: str, flash: bool, layer: Callable[[str], Callable[[Array], Array]], x: Array) -> Array:
+    """One layer, [B, T, D] -> [B, T, D]; `layer` gives its parts by name: Dense layers and norms."""
     heads = (*x.shape[:2], -1, HEAD)
     y = layer("norm_1")(x)
     if kind == "GPT":
@@ -118,8 +108,6 @@ def forward(kind: str, flash: bool, gated: bool, layer: Callable[[str], Callable
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if flash else "xla")
     x = x + layer("out")(y.reshape(x.shape)).astype(x.dtype)
     y = layer("norm_2")(x)
-    if gated:
-        return x + layer("mlp")(y).astype(x.dtype)
     hidden = nn.gelu(layer("up")(y)) if kind == "GPT" else nn.silu(layer("gate")(y)) * layer("up")(y)
     return x + layer("down")(hidden).astype(x.dtype)
 
@@ -146,11 +134,9 @@ class Layer(nn.Module):
         def layer(name: str) -> nn.Module:
             if name.startswith("norm"):
                 return (nn.LayerNorm if has_bias else nn.RMSNorm)(dtype=self.dtype, name=name)
-            if name == "mlp":
-                return jaxmp.linen.GatedMLP(stack.matrices["up"][1], name=name)
             return nn.Dense(stack.matrices[name][1], use_bias=has_bias, dtype=self.dtype, name=name)
 
-        return forward(stack.kind, self.step.flash, self.step.gated, layer, x)
+        return forward(stack.kind, self.step.flash, layer, x)
 
 
 class Model(nn.Module):
@@ -172,20 +158,16 @@ class NnxLayer(nnx.Module):
 
     def __init__(self, step: Step, dtype: Any, rngs: nnx.Rngs):
         stack = step.stack
-        self.kind, self.flash, self.gated = stack.kind, step.flash, step.gated
+        self.kind, self.flash = stack.kind, step.flash
         has_bias = stack.kind == "GPT"
         norm = nnx.LayerNorm if has_bias else nnx.RMSNorm
         self.norm_1, self.norm_2 = (norm(stack.width, dtype=dtype, rngs=rngs) for _ in range(2))
-        if step.gated:
-            self.mlp = jaxmp.nnx.GatedMLP(*stack.matrices["up"], rngs=rngs)
         for name, (n_in, n_out) in stack.matrices.items():
-            if step.gated and name in ("gate", "up", "down"):
-                continue
             setattr(self, name, nnx.Linear(n_in, n_out, use_bias=has_bias, dtype=dtype, rngs=rngs))
 
     def __call__(self, x: Array) -> Array:
         part = lambda name: jax.named_scope(name)(getattr(self, name))  # noqa: E731
-        return forward(self.kind, self.flash, self.gated, part, x)
+        return forward(self.kind, self.flash, part, x)
 
 
 class NnxModel(nnx.Module):
@@ -277,7 +259,7 @@ def policy_of(precision: str) -> jaxmp.Policy:
     policy = jaxmp.get_policy(precision.split()[0])
     if precision not in RECIPES:
         return policy
-    return dataclasses.replace(policy, recipe=RECIPES[precision], fp8_weights=precision == FP8_WEIGHTS)
+    return dataclasses.replace(policy, recipe=RECIPES[precision])
 
 
 def optimizer_of() -> optax.GradientTransformation:

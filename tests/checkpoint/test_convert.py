@@ -321,32 +321,6 @@ def test_histories_of_several_recipes_go_along_where_the_layers_are_the_same():
     assert_moved(params, PARAMS)
 
 
-def dense(kernel, *, scales=True):
-    leaves = {"fp8_lhs_e4m3_log2_scale": 0.0, "fp8_rhs_e4m3_log2_scale": 0.0, "fp8_grad_e5m2_log2_scale": 0.0}
-    return {"kernel": kernel} | ({"op": jax.tree.map(jnp.float32, leaves)} if scales else {})
-
-
-def test_kernels_stored_in_fp8_come_from_masters_and_go_back():
-    kernel = jnp.asarray(np.random.default_rng(1).normal(size=(16, 16)), jnp.float32)
-    stored = jaxmp.get_policy("bf16", fp8_weights=True)
-    to_stored = jaxmp.mixed_precision(optax.adam(1e-3), stored, recipe=RECIPE)
-    plain = jaxmp.mixed_precision(optax.adam(1e-3), "bf16")
-    params32 = dense(kernel)
-    opt_state, params = plain.init({"kernel": kernel}), jaxmp.get_policy("bf16").cast_to_param({"kernel": kernel})
-    new_params, new_state = convert(opt_state, params, to=to_stored, policy=stored, like=params32)
-    assert_exact(new_params, stored.cast_to_param(params32))
-    assert new_params["kernel"].dtype == jnp.float8_e4m3fn
-    moved_in = ("master_params", "rounding_count", "fp8_scales", "optimizer_state")
-    fresh = to_stored.init(params32)
-    assert_exact(new_state, fresh._replace(**{name: getattr(new_state, name) for name in moved_in}))
-    assert_moved(jaxmp.get_master_params(new_state, new_params)["kernel"], kernel)
-    assert float(new_params["op"]["fp8_rhs_e4m3_log2_scale"]) > 0
-    fresh = stored.cast_to_param(params32), to_stored.init(params32)  # whose state does not know the kernel's scale yet
-    assert_moved(convert(fresh[1], fresh[0], to=to_stored, policy=stored), fresh)
-    back_params, back_state = convert(new_state, new_params, to=plain, policy="bf16", like={"kernel": kernel})
-    assert_exact((back_params, back_state), (params, opt_state))
-
-
 # Shardings
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 import regimes
-from helpers import assert_close, assert_exact, assert_moved, sqnr
+from helpers import assert_close, assert_exact, assert_moved
 from jaxmp import fsdp
 from jaxmp._src.distributed.param_layout import Cut
 
@@ -472,61 +472,6 @@ def test_masters_are_gathered_in_full_precision_for_evaluation():
     assert_moved(jax.jit(gathered)(jaxmp.get_master_params(opt_state, params)), PARAMS)
     under_jit = jax.jit(whole)(jax.device_put(jaxmp.get_master_params(opt_state, params), LAYOUT.shardings))
     assert_moved(under_jit, PARAMS)
-
-
-# Kernels in fp8
-
-
-class Fp8Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.tanh(nn.Dense(32, dtype=jnp.bfloat16)(x))
-        return nn.Dense(16, dtype=jnp.bfloat16)(x)
-
-
-@pytest.mark.thorough(0)
-def test_kernels_that_stand_in_fp8_move_in_fp8_and_keep_their_scales():
-    """One byte a weight; the scale of a kernel comes from the masters of all devices."""
-    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    recipe = jaxmp.fp8.DelayedScaling(amax_history_len=4)
-    policy = jaxmp.get_policy("fp8", fp8_weights=True)
-    tx = jaxmp.mixed_precision(optax.adam(1e-2), policy, recipe=recipe)
-    net, in_fp8 = Fp8Net(), lambda: jaxmp.fp8.autocast(recipe, filter=lambda path, layer: True)
-    with in_fp8():
-        params32 = jax.jit(net.init)(jax.random.key(0), jnp.ones((16, 32)))["params"]
-    layout = fsdp.layout_of(params32, mesh, min_size=256)
-    rng = np.random.default_rng(0)
-    batch = {name: rng.normal(size=(64, n)).astype(np.float32) for name, n in (("x", 32), ("y", 16))}
-
-    def net_loss(params, batch):
-        with in_fp8():
-            return jnp.mean((net.apply({"params": params}, batch["x"]).astype(jnp.float32) - batch["y"]) ** 2)
-
-    def cut_step(params, opt_state, batch):
-        def loss_fn(params, batch):
-            return net_loss(fsdp.gather(params, layout, reduce_dtype=jnp.float32), batch)
-
-        _, grads = jaxmp.value_and_grad(loss_fn)(params, batch, opt_state=opt_state)
-        return jaxmp.apply_gradients(tx, fsdp.reduce_gradients(grads, layout), opt_state, params)
-
-    def whole_step(params, opt_state, batch):
-        _, grads = jaxmp.value_and_grad(net_loss)(params, batch, opt_state=opt_state)
-        return jaxmp.apply_gradients(tx, grads, opt_state, params)
-
-    specs = (layout.specs, jaxmp.sharding_of(tx, params32, layout.specs))
-    spread = jax.jit(jax.shard_map(cut_step, mesh=mesh, in_specs=(*specs, ROWS), out_specs=specs))
-    start = (policy.cast_to_param(params32), tx.init(params32))
-    moved = collectives(spread, *start, batch)
-    assert [m for m in moved if m[0] == "all_gather"] == [("all_gather", "float8_e4m3fn", False)] * 2
-    whole, cut, whole_program = start, start, jax.jit(whole_step)
-    for _ in range(3):
-        whole, cut = whole_program(*whole, batch), spread(*cut, batch)
-    assert cut[0]["Dense_0"]["kernel"].dtype == jnp.float8_e4m3fn
-    assert {s.data.shape for s in cut[0]["Dense_0"]["kernel"].addressable_shards} == {(8, 32)}
-    assert_exact(jaxmp.fp8.get_scales(cut[0]), jaxmp.fp8.get_scales(whole[0]))
-    masters = [jaxmp.get_master_params(s, p) for p, s in (cut, whole)]
-    kernels = [np.concatenate([np.ravel(m[f"Dense_{i}"]["kernel"]) for i in range(2)]) for m in masters]
-    assert sqnr(kernels[1], kernels[0]) > 40
 
 
 def test_arguments_in_the_place_of_others_are_named():

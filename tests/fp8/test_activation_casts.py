@@ -13,7 +13,7 @@ import jaxmp
 from computed_casts import computed_casts
 from helpers import assert_close, assert_same_program
 from jaxmp._src.base import ambient
-from jaxmp._src.fp8 import made as made_lib
+from jaxmp._src.fp8 import fused_casts
 from pallas_kernels import backend as backends
 
 HAS_KERNELS = backends.why_no_kernels() is None
@@ -105,12 +105,9 @@ def made_of(function, dtype=jnp.float32):
     def trace(x, w, bias):
         with ambient.noting():
             h = function(x @ w + bias[None], x @ (2 * w))
-            found.append(made_lib.found(h, (1,)))
+            found.append(fused_casts.find(h, (1,)))
             made = found[-1]
-            vectors = (
-                [] if made is None else [v.reshape(-1, 1) for v in made.of_rows] + [v[None] for v in made.of_columns]
-            )
-            return h, made and made.function(*made.tensors, *vectors).astype(h.dtype)
+            return h, made and made.function(*made.tensors, *(v.reshape(1, -1) for v in made.columns)).astype(h.dtype)
 
     rng = np.random.default_rng(1)
     args = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((SIDE, SIDE), (SIDE, SIDE), (SIDE,)))
@@ -194,7 +191,7 @@ def test_without_kernels_the_program_is_that_of_before(name, monkeypatch):
     """XLA drops what only a kernel reads, and autocast rounds nothing for it."""
     run, state = trained(Mlp(FUNCTIONS[name][0]))
     got = jax.jit(run)(state, X)
-    monkeypatch.setattr(made_lib, "found", lambda *args: None)
+    monkeypatch.setattr(fused_casts, "find", lambda *args: None)
     jax.clear_caches()
     assert_same_program(got, jax.jit(lambda *args: run(*args))(state, X))
 

@@ -1,4 +1,4 @@
-"""Gradients of scale leaves show what arithmetic was done to them: what is divided out, bounded, refused or counted."""
+"""Gradients of scale leaves show what arithmetic was done to them: what is divided out, counted or lost."""
 
 import functools
 
@@ -64,33 +64,28 @@ def test_a_common_factor_is_divided_out(factor):
 @pytest.mark.parametrize("k", [2, 3, 8, 65])
 @pytest.mark.parametrize("spread", [0.01, 0.2, 3.0])
 @pytest.mark.parametrize("divides", [True, False], ids=["mean", "sum"])
-def test_a_mean_is_never_below_the_largest(k, spread, divides):
-    """And never above what k = 65 allows; NumPy in float64 is the oracle."""
+def test_a_mean_of_different_amaxes_is_counted_and_read_as_more_than_the_mean(k, spread, divides):
+    """And never as more than the largest; NumPy in float64 is the oracle."""
     rng = np.random.default_rng(k)
     amaxes = np.exp(rng.normal(size=(k, 200)) * spread).astype(F32)
     total = functools.reduce(jnp.add, [recorded(x) for x in amaxes])
     found = read(total / k if divides else total)
-    largest, roots = amaxes.max(0), np.sqrt(amaxes.astype(np.float64))
-    assert np.all(np.asarray(found.amax) >= largest * (1 - 2.0**-5 * ~np.asarray(found.is_spoiled) - 2.0**-20))
-    bound = (roots.mean(0) + 8 * roots.std(0)) ** 2
-    assert np.all(np.asarray(found.amax) <= bound * (1 + 2.0**-5))
+    wide = amaxes.astype(np.float64)
+    expected = (wide.mean(0) / np.sqrt(wide).mean(0)) ** 2
+    np.testing.assert_allclose(found.amax, expected, rtol=1e-4)
+    assert np.all(expected >= wide.mean(0)) and np.all(expected <= wide.max(0))
     assert np.mean(found.is_spoiled) > (0.7 if spread == 0.01 else 0.95)  # a variance below rounding is none
-
-
-def test_one_large_amax_among_many_is_covered():
-    amaxes = F32([1e6, *[1.0] * 64])
-    found = read(recorded(amaxes).mean(0))
-    assert 1e6 * (1 - 1e-5) <= float(found.amax) < 2e6 and bool(found.is_spoiled)
 
 
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("factor", [1.0, 0.3])
-def test_a_rounding_to_bfloat16_costs_two_binades_at_most(factor):
+def test_a_rounding_to_bfloat16_moves_an_amax_by_two_roundings(factor):
     """Gradients that are reduced over devices in 16 bits by hand."""
     amaxes = F32(2.0) ** np.random.default_rng(0).uniform(-30, 30, 1000).astype(F32)
     found = read((recorded(amaxes) * F32(factor)).astype(jnp.bfloat16).astype(F32))
     ratios = np.asarray(found.amax) / amaxes
-    assert 1 - 2.0**-7 < ratios.min() and ratios.max() < 4
+    assert 1 - 2.0**-7 < ratios.min() and ratios.max() < 1 + 2.0**-5
+    assert np.mean(found.is_spoiled) > 0.9
 
 
 @pytest.mark.thorough(2)
@@ -179,16 +174,38 @@ def test_a_norm_of_the_whole_tree_is_that_of_the_weights():
 
 
 @pytest.mark.parametrize("divides", [True, False], ids=["mean", "sum"])
-def test_microbatches_by_hand_never_saturate(divides):
-    """No scale is above that of the largest amax, and no more than three binades below; the metric counts."""
+def test_microbatches_by_hand_are_counted(divides):
+    """The scales lie between those of the largest and of the smallest amax."""
     _, _, trees = gradients()
     total = jax.tree.map(lambda *gs: sum(gs) / (3 if divides else 1), *trees)
-    highest = [scales_after(grads)[0] for grads in trees]
+    alone = [scales_after(grads)[0] for grads in trees]
     found, metrics = scales_after(total)
     for path, scale in found.items():
-        right = min(scales[path] for scales in highest)
-        assert right / 8 <= scale <= right, path
+        assert min(scales[path] for scales in alone) <= scale <= max(scales[path] for scales in alone), path
     assert 0 < metrics["fp8/spoiled"] <= 6
+
+
+def test_a_spoiled_amax_is_the_largest_of_the_history_if_that_is_larger():
+    """A mean is below the largest of its amaxes, and noise leaves none: no scale rises by either."""
+    tx, (params, opt_state), trees = gradients()
+    _, after_largest = update_of(tx)(trees[1], opt_state, params)
+    for spoiled in (
+        jax.tree.map(lambda *gs: sum(gs) / 3, *trees),
+        jax.tree.map(lambda g: g + jnp.asarray(1e-3, g.dtype), trees[0]),
+    ):
+        _, after = update_of(tx)(spoiled, after_largest, params)
+        for group, before in zip(*(state.fp8_scales.amax_states for state in (after, after_largest)), strict=True):
+            assert np.all(group.amax_history[-1] >= 0.99 * before.amax_history[-1])  # of equal ones the mean
+            assert np.all(group.scale <= before.scale)
+
+
+def test_amaxes_of_another_gradient_are_an_error():
+    """`jax.grad` adds the amaxes of a layer that is used twice, so they are not read as amaxes."""
+    _, (params, _), _ = gradients()
+    grads = jax.eval_shape(jax.grad(lambda params: jnp.float32(model_loss(params, make_batch(0)))), params)
+    plain = jax.tree.map(lambda g: jnp.zeros(g.shape, g.dtype), grads)
+    with pytest.raises(ValueError, match=r"3 numbers for each fp8 scale; got shape \(\) at .* as jax.grad returns it"):
+        jaxmp.fp8.get_amaxes(plain)
 
 
 def test_noise_keeps_scales_and_histories():

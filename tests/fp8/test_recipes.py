@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from helpers import assert_exact, assert_moved
-from jaxmp._src.fp8.recipes import AmaxState, CurrentScaling, DelayedScaling
+from jaxmp._src.fp8.current import CurrentScaling
+from jaxmp._src.fp8.delayed import AmaxState, DelayedScaling
 from jaxmp._src.fp8.scale_equations import scale_from_amax
 from jaxmp._src.numerics import float_bits
 from jaxmp.casting import saturating_cast

@@ -280,7 +280,7 @@ def test_a_matmul_s_tensors_are_cast_by_the_kernel(case):
     assert "mosaic" not in text_for_cuda(lambda x, w: product(x, w, SCALES, numbers), x, w)
 
 
-def test_stored_kernels_and_odd_shapes_stay_with_xla():
+def test_odd_shapes_and_turned_operands_stay_with_xla():
     x, w = matrix(BF16, (48, 128)), matrix(F32, (128, 80))
     assert "mosaic" not in text_for_cuda(lambda x, w: product_and_gradients(x, w, SCALES), x, w)
     lhs_turned = (((0,), (0,)), ((), ()))

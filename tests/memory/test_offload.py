@@ -491,21 +491,6 @@ def test_a_device_without_pinned_memory_is_named(monkeypatch):
         offload.to_host(jnp.ones(2))
 
 
-@pytest.mark.thorough(0)
-def test_kernels_stored_in_fp8_are_refused():
-    policy = jaxmp.get_policy("fp8", fp8_weights=True)
-    model = nn.Dense(16)
-    with jaxmp.fp8.autocast(filter=lambda path, layer: True):
-        params32 = jax.jit(model.init)(jax.random.key(0), jnp.ones((2, 16)))["params"]
-    tx = jaxmp.mixed_precision(offload.stream_updates(optax.adamw(1e-2)), policy)
-    opt_state, params = offload.put(tx.init(params32)), policy.cast_to_param(params32)
-    grads = jax.tree.map(lambda p: jnp.zeros(p.shape), params)
-    with pytest.raises(
-        ValueError, match="kernels that are stored in fp8 .*got the master of kernel in host memory.*what="
-    ):
-        jaxmp.apply_gradients(tx, grads, opt_state, params)
-
-
 def test_host_memory_is_pinned_memory_of_its_device():
     x = offload.to_host(jnp.ones(2))
     assert x.sharding == SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")

@@ -18,10 +18,6 @@ CASES = [
     for framework in steps.FRAMEWORKS
     for precision in steps.PRECISIONS
     for remat in (False, True)
-] + [
-    steps.Step(TINY["Llama"], precision, framework, flash=False, gated=True)
-    for framework in steps.FRAMEWORKS
-    for precision in ("fp8 delayed", steps.FP8_WEIGHTS)
 ]
 
 
@@ -43,7 +39,7 @@ def test_every_step_keeps_its_state_as_it_is_and_multiplies_in_16_bits(step):
 
 def test_rows_have_names_of_their_own_and_the_first_are_those_to_compare_with():
     found = [step.row for step in steps.steps()]
-    assert len(found) == len(set(found)) == 136
+    assert len(found) == len(set(found)) == 112
     assert found[:3] == ["GPT, linen, bf16 by hand", "GPT, linen, bf16", "GPT, linen, fp8 delayed"]
 
 
@@ -108,19 +104,19 @@ def test_an_operation_is_named_by_its_layer(op_name, layer):
     assert h100_steps.layer_of(op_name) == layer
 
 
-def row(precision, ms, rest_mib):
-    return {"row": precision, "stack": "GPT", "framework": "linen", "remat": False, "devices": 1} | {
+def row(precision, ms, temp_mib=100.0):
+    return {"row": precision, "stack": "GPT", "framework": "linen", "remat": True, "devices": 1} | {
         "precision": precision,
         "ms": ms,
-        "rest_mib": rest_mib,
+        "temp_mib": temp_mib,
     }
 
 
 def test_steps_are_judged_beside_by_hand_and_bf16():
-    hand, bf16, fp8 = row(steps.BY_HAND, 10.0, 100.0), row("bf16", 10.1, 100.0), row("fp8 delayed", 7.0, 109.0)
+    hand, bf16, fp8 = row(steps.BY_HAND, 10.0), row("bf16", 10.1), row("fp8 delayed", 7.5)
     assert h100_steps.missed([hand, bf16, fp8]) == h100_steps.missed([fp8]) == []
-    assert h100_steps.missed([hand, bf16 | {"ms": 10.5}, row("fp8 delayed", 9.0, 120.0)]) == [
+    assert h100_steps.missed([hand, bf16 | {"ms": 10.5}, row("fp8 delayed", 8.0, 105.0)]) == [
         "bf16: 1.050 of by hand, over 1.02",
-        "fp8 delayed: 1.20 of the bytes beside GEMMs in bf16, over 1.1",
-        "fp8 delayed: 1.17 times as fast as bf16, below 1.4",
+        "fp8 delayed: 1.25 times as fast as by hand, below 1.32",
+        "fp8 delayed: 1.05 of the temp of bf16, over 1",
     ]

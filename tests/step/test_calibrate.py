@@ -142,18 +142,6 @@ def test_a_loss_scale_that_overflows_is_lowered_and_stays(policy, jit):
     assert int(jaxmp.get_metrics(state)["skipped_steps"]) == 0
 
 
-@pytest.mark.thorough(0)
-def test_kernels_stored_in_fp8_keep_their_bytes():
-    policy = jaxmp.get_policy("fp8", fp8_weights=True)
-    tx = jaxmp.mixed_precision(optax.adam(1e-3), policy, recipe=RECIPE)
-    params, opt_state = policy.cast_to_param(params32()), tx.init(params32())
-    new, state = jaxmp.fp8.calibrate(loss_fn, params, X, tx=tx, opt_state=opt_state)
-    check(new, state)
-    kernels = [tree["Dense_4"]["kernel"] for tree in (new, params)]
-    assert kernels[0].dtype == jnp.float8_e4m3fn
-    assert_moved(*kernels)
-
-
 def test_scales_that_are_no_powers_of_two_arrive_in_one_call():
     recipe = DelayedScaling(amax_history_len=4, power_of_two=False)
     layer = nn.Dense(SIDE, dot_general_cls=functools.partial(jaxmp.linen.Fp8DotGeneral, recipe=recipe))

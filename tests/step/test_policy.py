@@ -129,9 +129,7 @@ def test_str(name):
 
 def test_str_shows_every_field_that_is_not_the_default():
     assert str(jaxmp.get_policy("tf32")).endswith("output=float32 matmul_precision='tensorfloat32'")
-    fp8 = jaxmp.get_policy("fp8")
-    assert str(fp8).endswith(f"output=float32 recipe={jaxmp.fp8.DelayedScaling()}")
-    assert str(jaxmp.get_policy(fp8, fp8_weights=True)) == f"{fp8} fp8_weights=True"
+    assert str(jaxmp.get_policy("fp8")).endswith(f"output=float32 recipe={jaxmp.fp8.DelayedScaling()}")
 
 
 def test_str_of_dtype_objects():

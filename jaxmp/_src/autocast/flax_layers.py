@@ -46,7 +46,6 @@ def with_modules(fn: Callable[..., Any], modules: Iterable[Any]) -> Callable[...
 def _by_path(call: flax_modules.ModuleCall) -> Any:
     lists = regions.current()
     found = None if lists is None else _lists_for(call, lists)
-    _check_kernel(call)
     # Whoever chooses operations names them by the paths of their modules.
     is_chosen = lists is not None and lists.chooser is not None
     marker = module_paths.marker(call.path, "chosen") if is_chosen else contextlib.nullcontext()
@@ -59,25 +58,6 @@ def _by_path(call: flax_modules.ModuleCall) -> Any:
         if asks_for_float32(getattr(call.module, "preferred_element_type", None)):  # of a layer in fp8
             return out
         return jax.tree.map(lambda x: checkpoint_name(x, LOW_MARK) if getattr(x, "dtype", None) in FLOATS else x, out)
-
-
-_OWN_MATMUL = ("dot_general", "dot_general_cls", "conv_general_dilated", "conv_general_dilated_cls")
-
-
-def _check_kernel(call: flax_modules.ModuleCall) -> None:
-    """Raises for a layer of linen without fp8 whose kernel is stored in fp8: it holds w * scale."""
-    module: Any = call.module
-    if not isinstance(module, linen.Dense | linen.DenseGeneral | linen.Einsum | linen.Conv):
-        return
-    if ambient.now().fp8_layers is not None or any(getattr(module, name, None) is not None for name in _OWN_MATMUL):
-        return
-    kernel = jax.tree.leaves(module.get_variable("params", "kernel"))
-    if any(x.dtype == jnp.float8_e4m3fn for x in kernel):
-        raise ValueError(
-            f"a kernel that is stored in fp8 (fp8_weights=True) holds w * scale, which only a layer in fp8 reads; got "
-            f'{call.path}/kernel in a layer without fp8. Call the model in `with jaxmp.autocast("fp8"):`, or give it '
-            f"jaxmp.fp8.load_weights(params, jnp.bfloat16)."
-        )
 
 
 def _is_in_fp8(module: Any) -> bool:

@@ -43,6 +43,9 @@ class Operation(NamedTuple):
     why_not: str | None = None
 
 
+IN_FLOAT64 = "it runs in float64: cast its operands to float32"
+
+
 class Product(Protocol):
     """A product in place of a `dot_general`; hashable."""
 
@@ -114,6 +117,8 @@ def _operation(eqn: Any, operands: list[Value], choice: Any, at: At) -> Operatio
         why_not = "it is a ragged_dot: call jaxmp.fp8.ragged_dot"
     elif name == "conv_general_dilated":
         why_not = "it is a convolution: fp8 runs those of one pixel, in flax's layers"
+    elif any(v.aval.dtype == jnp.float64 for v in eqn.invars[:2]):
+        why_not = IN_FLOAT64
     elif choice.how not in ("bind", "product") or choice.group != "allow":
         why_not = "it does not run in 16 bits"
     elif weight is None:

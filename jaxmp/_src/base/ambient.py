@@ -17,8 +17,6 @@ from typing import Any
 
 import jax
 
-from jaxmp._src.base.by_identity import ByIdentity
-
 
 @dataclasses.dataclass
 class Notes:
@@ -28,13 +26,11 @@ class Notes:
       fp8_matmuls: how many matmuls with fp8 scales were traced.
       unmoved_scales: the fp8 layers whose scales are not differentiated.
       gathered_params: `GatheredParams`, which trees of params were gathered from their parts.
-      arrays: what layers told of an array: which of them cast it (`fp8.told`).
     """
 
     fp8_matmuls: int = 0
     unmoved_scales: dict[str, None] = dataclasses.field(default_factory=dict)
     gathered_params: list[Any] = dataclasses.field(default_factory=list)
-    arrays: ByIdentity = dataclasses.field(default_factory=ByIdentity)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -89,20 +89,17 @@ def transposed(primitive: Any, g: Array, others: Any, i: int, aval: Any, params:
     return ad.instantiate_zeros(ad.primitive_transposes[primitive](g, *given, **params)[i])
 
 
-def max_dtype(*, marks_fp8: bool = False) -> Any:
+def max_dtype() -> Any:
     """A float32 dtype whose values autodiff combines by MAX instead of adding them, with -inf as its zero.
 
     An extended dtype, like the dtype of keys; `lax.convert_element_type` converts it to and from float32. It is
-    flax's, as jax has no public way to make one. With `marks_fp8` it holds bfloat16, which marks the leaf of a kernel
-    in fp8 (see `stored_kernels`).
+    flax's: outside of a program, an array of such a dtype needs a class that jax does not show.
     """
-    return fp8_ops.fp8_meta_dtype_wrapper(jnp.dtype(jnp.bfloat16 if marks_fp8 else jnp.float32))
+    return fp8_ops.fp8_meta_dtype_wrapper(jnp.dtype(jnp.float32))
 
 
 def max_dtype_to_float32(x: Array) -> Array:
-    """`x` in float32, from both kinds of `max_dtype` or from any float."""
-    if x.dtype == max_dtype(marks_fp8=True):
-        x = jax.lax.convert_element_type(x, jnp.bfloat16)
+    """`x` in float32, from `max_dtype` or from any float."""
     return jax.lax.convert_element_type(x, jnp.float32)
 
 

@@ -16,9 +16,7 @@ from flax import struct
 from flax.training import train_state
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.bridges import named_once
-from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.guard import argument_kinds, extra_arguments, new_params, scale_reads, state_readers, transform
 from jaxmp._src.guard.loss import calibrate
 from jaxmp._src.step import (
@@ -66,23 +64,6 @@ def _replace(self: Any, **updates: Any) -> Any:
     if updates.get("tx", self.tx) is not self.tx and "opt_state" not in updates:
         new_params.check_is_state_of(updates["tx"], self.opt_state, self.params)
     return dataclasses.replace(self, **updates)
-
-
-@dataclasses.dataclass(frozen=True)
-class _AppliesFp8Kernels:
-    """The `apply` of a model with kernels in fp8: refuses them where flax's own layers would multiply by w * scale."""
-
-    apply: Any
-
-    def __call__(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        if ambient.now().fp8_layers is None:
-            for path, x in tree_paths.leaves_by_path(variables).items():
-                if stored_kernels.is_stored(x):
-                    stored_kernels.refuse_read(f"{path} for a model outside of fp8")
-        return self.apply(variables, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "apply"), name)  # __self__: the model
 
 
 class TrainState(_Replaced, train_state.TrainState):
@@ -133,8 +114,7 @@ class TrainState(_Replaced, train_state.TrainState):
             TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(3e-3), policy="bf16")
 
         Args:
-          apply_fn: the model's `apply`. With `fp8_weights=True` the state's `apply_fn` refuses kernels in fp8 outside
-            of `autocast`.
+          apply_fn: the model's `apply`.
           params: float32 params (with `policy`), or params cast by the policy of `tx`.
           tx: the optimizer of optax, which becomes `jaxmp.mixed_precision(tx, policy)`; or one of jaxmp.
           policy: the policy, or its name; of a `tx` of jaxmp, the one that it was made with. The state carries it.
@@ -156,7 +136,6 @@ class TrainState(_Replaced, train_state.TrainState):
         opt_state = tx.init(params)
         if policy is not None:
             params = policy.cast_to_param(params)
-            apply_fn = _AppliesFp8Kernels(apply_fn) if policy.fp8_weights and apply_fn is not None else apply_fn
         step = jax.numpy.zeros((), jax.numpy.int32)
         return cls(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, policy=policy, **kwargs)
 

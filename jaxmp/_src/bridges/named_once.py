@@ -45,7 +45,7 @@ def wrapped(
 
 def _check_is_policy_of(own: policy_lib.Policy, policy: policy_lib.Policy) -> None:
     """Raises a ValueError if `policy` has other params or another compute dtype than that of an optimizer, `own`."""
-    for name in ("param_dtype", "keep_fp32", "fp8_weights", "compute_dtype"):
+    for name in ("param_dtype", "keep_fp32", "compute_dtype"):
         if getattr(own, name) != getattr(policy, name):
             raise ValueError(
                 f"policy= must be the policy that tx was made with, whose masters and loss scale tx has; "

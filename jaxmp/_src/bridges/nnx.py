@@ -20,7 +20,7 @@ from jaxmp._src.autocast import flax_layers
 from jaxmp._src.base import signatures
 from jaxmp._src.bridges import named_once
 from jaxmp._src.devices import collectives
-from jaxmp._src.fp8.nnx_layers import Fp8Scale, read_stored_kernels, to_fp8
+from jaxmp._src.fp8.nnx_layers import Fp8Scale, to_fp8
 from jaxmp._src.guard import (
     argument_kinds,
     compute_dtypes,
@@ -50,7 +50,6 @@ def value_and_grad(
     accumulate: int = 1,
     accumulate_argnums: Any = None,
     axis_name: collectives.AxisName = "auto",
-    keep_fp8_weights: bool = False,
 ) -> Callable[..., Any]:
     """`jaxmp.value_and_grad` for a function of an nnx module: `fun(model, *args) -> loss`, or `(loss, aux)`.
 
@@ -67,7 +66,7 @@ def value_and_grad(
         For "fp8", call `to_fp8(model)` before you make the optimizer.
       accumulate: number of microbatches.
       accumulate_argnums: positions (0 is the module) of the arguments that hold the batch; default: all but the module.
-      axis_name, keep_fp8_weights: see `jaxmp.value_and_grad`.
+      axis_name: see `jaxmp.value_and_grad`.
 
     Returns:
       A function of `(model, *args, opt_state=optimizer.opt_state, **kwargs)`, where `opt_state` may be the optimizer
@@ -129,7 +128,6 @@ def value_and_grad(
             policy=policy,
             k=k,
             axis_name=axis_name,
-            keep_fp8_weights=keep_fp8_weights,
             look=compute_dtypes.looks_once(),
         )
         scale_reads.note_scaled(grads, opt_state)
@@ -303,8 +301,6 @@ def cast_to_param(model: nnx.Module, policy: str | jmp.Policy, *, wrt: Any = nnx
     """
     policy = policy_lib.get_policy(policy)
     nnx.update(model, policy.cast_to_param(nnx.state(model, wrt)))
-    if policy.fp8_weights:
-        read_stored_kernels(model)
 
 
 def _filter_of(argnums: Any, wrt: Any) -> Any:

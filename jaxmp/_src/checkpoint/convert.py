@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
-from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.guard import argument_kinds
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import state as states, state_arrays
@@ -80,8 +80,6 @@ def convert(
 
     cast = policy.cast_to_param(full)
     same = {path for path, x in tree_paths.leaves_by_path(cast).items() if path in old and old[path].dtype == x.dtype}
-    for kernel, leaf in stored_kernels.stored_pairs(cast).items():  # a kernel that is stored in fp8 now has a new scale
-        same -= set() if kernel in same else {leaf}
     new_params = tree_paths.map_with_path(lambda path, x: halves.get(path, old[path] if path in same else x), cast)
 
     before, after = states.find(opt_state, StepState), states.find(made, StepState)

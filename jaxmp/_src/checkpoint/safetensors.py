@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 
 from jaxmp._src.base import optional, tree_paths
 from jaxmp._src.devices import shardings
-from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.guard import argument_kinds
 from jaxmp._src.numerics import casting
 
@@ -87,8 +87,6 @@ def save_safetensors(
             raise ValueError(f"each tensor needs its own name; got {names[at]!r} for {at} and for another leaf.")
         if x.dtype.name not in _NAMES:
             raise ValueError(f"safetensors holds tensors of {', '.join(_READ)}; got {x.dtype} at {at}.")
-        if stored_kernels.is_stored(x):
-            raise ValueError(f"weights are written, not kernels in fp8; got one at {at}. Pass get_master_params(...).")
         if layout == "torch" and _is_kernel(at, x) and x.ndim == 3:
             raise ValueError(f"torch has several layouts for a kernel of 3 axes; got one at {at}. Reshape it to two.")
 

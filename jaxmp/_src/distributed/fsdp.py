@@ -18,7 +18,7 @@ from jaxmp._src.devices import collectives, shardings
 from jaxmp._src.distributed import gathered_params, param_layout
 from jaxmp._src.distributed.param_layout import Cut, Layout
 from jaxmp._src.distributed.reduce import predivide_or_rule
-from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting
 
 GATHERED = "jaxmp.gathered"  # the name of gathered params
@@ -96,14 +96,13 @@ def gather(
     if manual:
         param_layout.check_same_tree(params, layout)
         gathered_params.note(params, layout.axis_name, [cut.dim for cut in jax.tree.leaves(layout.cuts)])
-    fp8_kernels = stored_kernels.marked_kernels(params)
     parts, what = (devices, "a device's part of a") if manual else (1, "a padded")
 
     def whole(path: str, x: Any, cut: Cut) -> Any:
         param_layout.check_length(path, x, cut, cut.padded // parts, what)
         if scale_leaves.is_scale(path):
             return x
-        if dtype is not None and casting.is_float(x) and path not in fp8_kernels:
+        if dtype is not None and casting.is_float(x):
             x = x.astype(dtype)
         if cut.dim is None:
             return x
@@ -111,7 +110,7 @@ def gather(
             forward, backward = _collectives(x, layout, cut, reduce_dtype, predivide)
         else:
             forward, backward = _constraints(layout, cut)
-        gathered = _with_gradient(x, forward, backward, jnp.float8_e4m3fn if path in fp8_kernels else x.dtype)
+        gathered = _with_gradient(x, forward, backward)
         return checkpoint_name(param_layout.trimmed(gathered, cut), GATHERED)
 
     with jax.named_scope("jaxmp.gather_params"):
@@ -227,19 +226,12 @@ def _check_not_averaged(path: str, g: Array, layout: Layout) -> None:
         )
 
 
-def _with_gradient(x: Array, forward: Any, backward: Any, dtype: Any) -> Array:
-    """`forward` of `x` in `dtype` (which represents its values exactly), with `backward` as its gradient."""
+def _with_gradient(x: Array, forward: Any, backward: Any) -> Array:
+    """`forward` of `x`, with `backward` as its gradient."""
     if not casting.is_float(x):
         return forward(x)
-
-    def run(x: Array) -> Array:
-        return forward(x.astype(dtype)).astype(x.dtype)
-
-    def hands_on(_: None, g: Array) -> tuple[Array]:  # the name tells programs.readers that a gather only moves
-        return (backward(g),)
-
-    gathered = jax.custom_vjp(run)
-    gathered.defvjp(lambda x: (run(x), None), hands_on)
+    gathered = jax.custom_vjp(forward)
+    gathered.defvjp(lambda x: (forward(x), None), lambda _, g: (backward(g),))
     return gathered(x)
 
 

@@ -1,1 +1,1 @@
-"""fp8: recipes, scale leaves, stored kernels, matmuls."""
+"""fp8: recipes, scale leaves, matmuls."""

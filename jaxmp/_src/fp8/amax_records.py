@@ -1,30 +1,24 @@
 """The gradient of a scale leaf: a record of its amax that shows what arithmetic was done to it.
 
-A loop may do anything with gradients between `value_and_grad` and the optimizer: clip them by their norm, add those of
-microbatches, take a sum over devices, weigh a loss. An amax alone would be spoiled in silence. So the gradient of a
-leaf of shape [...] is float32[..., 3], with an amax a as
+A loop may do anything with gradients between `value_and_grad` and the optimizer: clip them by their norm, take a sum
+over devices, weigh a loss, add those of microbatches. All that is linear. So the gradient of a leaf of shape [...] is
+float32[..., 3], with an amax a as
 
     (u, v sqrt(a), v a)        u = 2^-64, v = 2^-40
 
-or three zeros for a tensor that was not used. All that loops do with gradients is linear. With weights w_i of records
-with the amaxes a_i it gives
+or three zeros for a tensor that was not used. Weights w_i of records with the amaxes a_i give
 
     (u W, v W m, v W s)        W = sum w_i,    m = sum w_i sqrt(a_i) / W,    s = sum w_i a_i / W
 
-- *A common factor* (clipping, a sum of equal records) is W. It is divided out.
-- *A mean of different amaxes* has s > m^2: s - m^2 is the variance of sqrt(a). The largest of k numbers is at most
-  mean + sqrt(k - 1) * standard deviation (Samuelson), so
+- *A common factor* (clipping, weights of a loss, sums of equal records) is W, and is divided out: s = m^2 is the amax.
+- *Anything else* is spoiled, and counted. Of a mean of different amaxes, s > m^2, the largest that is known is
+  (s / m)^2, which is at most the largest of them. A rounding to bfloat16 gives s close to m^2. Where the numbers are
+  those of no mean (noise, weight decay on the leaf), no amax is known: it is 0.0. The optimizer takes the largest amax
+  of the history if that is larger.
 
-      a = (m + 8 sqrt(s - m^2))^2
-
-  is never below the largest amax of up to 65 records with equal weights. It costs range, so it is counted.
-- *A rounding to bfloat16* gives s - m^2 of either sign, at most 2^-4 s. Below zero, a is bounded by 1.03 max(m^2, s).
-  It is counted, too.
-- *Anything else* (noise, weight decay on the leaf) gives a smaller s - m^2, or a W that no loop makes. Then the amax
-  counts as not observed, and it is counted too.
-
-u and v are small, so a norm over the whole tree does not notice the records; they are powers of two, so an amax that
-nobody touched is read bit for bit (a smaller one than 2^-86 as 2^-86).
+Two numbers cannot tell a mean of different amaxes from one amax; so there are three. u and v are small, so a norm over
+the whole tree does not notice the records; they are powers of two, so an amax that nobody touched is read bit for bit
+(a smaller one than 2^-86 as 2^-86).
 """
 
 from collections.abc import Sequence
@@ -36,14 +30,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
+SIZE = 3  # numbers in a record
 _WEIGHT = np.float32(2.0**-64)
 _UNIT = np.float32(2.0**-40)
 _SMALLEST = np.float32(2.0**-86)
 _LARGEST_WEIGHT = np.float32(2.0**32)  # of what a loop may multiply gradients by
 _SMALLEST_WEIGHT = np.float32(2.0**-60)
-_ROUNDING = np.float32(2.0**-19)  # of the variance, relative to its mean: nine roundings
+_ROUNDING = np.float32(2.0**-19)  # of s - m^2, relative to s: nine roundings
 _NARROW_ROUNDING = np.float32(2.0**-4)  # the same in bfloat16, with that of sums over devices
-_DEVIATIONS = np.float32(8.0)  # the largest of 65 numbers
 
 
 class Observed(NamedTuple):
@@ -52,7 +46,7 @@ class Observed(NamedTuple):
     Attributes:
       amax: float32[...], 0.0 where there is none.
       is_used: bool[...], whether the tensor was used, if only with zeros.
-      is_spoiled: bool[...], whether the amax is only a bound, or was lost.
+      is_spoiled: bool[...], whether the amax may be too small, or was lost.
     """
 
     amax: Float[Array, "..."]
@@ -69,7 +63,7 @@ def record(amax: Float[Array, "..."], is_used: Bool[Array, "..."]) -> Float[Arra
 
 def is_record(gradient: Any, leaf: Any) -> bool:
     """Whether the gradient of a scale leaf is a record, or an amax as `jax.grad` and programs of one's own give it."""
-    return jnp.ndim(gradient) == jnp.ndim(leaf) + 1 and jnp.shape(gradient)[-1] == 3
+    return jnp.ndim(gradient) == jnp.ndim(leaf) + 1 and jnp.shape(gradient)[-1] == SIZE
 
 
 def observe(pairs: Sequence[tuple[Any, Any]]) -> Observed:
@@ -77,9 +71,10 @@ def observe(pairs: Sequence[tuple[Any, Any]]) -> Observed:
     gradients = [jnp.asarray(g, jnp.float32) for g, _ in pairs]
     are_records = [is_record(*pair) for pair in pairs]
     if all(are_records):  # a few operations for any number of leaves
-        return read(jnp.concatenate([g.reshape(-1, 3) for g in gradients]))
+        return read(jnp.concatenate([g.reshape(-1, SIZE) for g in gradients]))
     found = [
-        read(g.reshape(-1, 3)) if its else _plain(g.ravel()) for g, its in zip(gradients, are_records, strict=True)
+        read(g.reshape(-1, SIZE)) if its else Observed(g.ravel(), ~(g.ravel() <= 0), jnp.zeros(g.size, bool))
+        for g, its in zip(gradients, are_records, strict=True)
     ]
     return Observed(*map(jnp.concatenate, zip(*found, strict=True)))
 
@@ -93,29 +88,23 @@ def not_finite_alike(gradients: PyTree, leaves: PyTree) -> list[Array]:
     return [g[..., 0] + g[..., 1] + g[..., 2] if is_record(g, leaf) else g for g, leaf in pairs]
 
 
-def _plain(amax: Float[Array, "n"]) -> Observed:
-    return Observed(amax, ~(amax <= 0), jnp.zeros(amax.shape, bool))
-
-
 def read(records: Float[Array, "... 3"]) -> Observed:
     """What records say, after whatever was done to them."""
-    weight, root, amax = (records[..., i] for i in range(3))
+    weight, root, amax = (records[..., i] for i in range(SIZE))
     is_used = (weight != 0) | (root != 0) | (amax != 0)
     factor = weight / _WEIGHT
     is_whole = factor == 1
     factor = jnp.where(factor == 0, 1.0, factor)
-    mean, root = amax / _UNIT / factor, root / _UNIT / factor
-    variance = mean - root * root
-    rounding = _ROUNDING * jnp.abs(mean)
-    of_mean = root + _DEVIATIONS * jnp.sqrt(jnp.maximum(variance, 0.0))
-    bound = jnp.where(variance < 0, root * root * (1 + _NARROW_ROUNDING / 2), of_mean * of_mean)
-    is_one = jnp.abs(variance) <= rounding
-    found = jnp.where(is_one, jnp.where(is_whole, mean, _without_rounding(mean)), bound)
-    is_lost = (variance < -_NARROW_ROUNDING * mean) | (jnp.abs(weight) > _LARGEST_WEIGHT * _WEIGHT)
+    s, m = amax / _UNIT / factor, root / _UNIT / factor
+    variance = s - m * m
+    is_one = jnp.abs(variance) <= _ROUNDING * jnp.abs(s)
+    largest = jnp.where(m > 0, jnp.square(s / m), s)
+    found = jnp.where(is_one, jnp.where(is_whole, s, _without_rounding(s)), jnp.maximum(largest, s))
+    is_lost = (variance < -_NARROW_ROUNDING * s) | (jnp.abs(factor) > _LARGEST_WEIGHT) | (m < 0)
     is_lost |= jnp.abs(weight) < _SMALLEST_WEIGHT * _WEIGHT
     is_finite = jnp.isfinite(variance)
     # An overflow: inf and NaN stay, for the decision to skip and for the semantics of TransformerEngine.
-    amax = jnp.where(is_finite, jnp.where(is_lost, 0.0, found), mean)
+    amax = jnp.where(is_finite, jnp.where(is_lost, 0.0, found), s)
     return Observed(jnp.where(is_used, amax, 0.0), is_used, is_used & is_finite & (is_lost | ~is_one))
 
 

@@ -28,90 +28,21 @@ References:
 """
 
 import dataclasses
-import functools
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxmp._src.base import compat, hardware
-from jaxmp._src.devices import shardings
-from jaxmp._src.fp8 import block_shapes, gemms, padding, products
+from jaxmp._src.fp8 import block_shapes, gemms
+from jaxmp._src.fp8.casts import Cast
 from jaxmp._src.fp8.gemms import Gemm
-from jaxmp._src.fp8.scheme import Cast, Recipe, Role
-
-DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
-
+from jaxmp._src.fp8.recipe import Recipe, Role
 
 _IMPL = "threefry2x32"
-
-
-def seed_of(key: Array) -> Array:
-    """uint32[2] from a key of any kind, for `dot_general`: arrays of integers go through all transformations."""
-    return jax.random.bits(key, (2,), jnp.uint32)
-
-
-def dot_general(
-    lhs: Float[Array, "..."],
-    rhs: Float[Array, "..."],
-    dimension_numbers: DimensionNumbers,
-    *,
-    recipe: Any,
-    out_dtype: Any,
-    out_sharding: Any = None,
-    seed: Array | None = None,
-) -> Float[Array, "..."]:
-    """`jax.lax.dot_general` with block-scaled operands, forward and backward; see the module's docstring.
-
-    Several contracting (or free, or batch) dimensions count as one, in the order of `dimension_numbers`, and blocks go
-    over it. Its last block may be short. The gradients have the dtypes of lhs (activations) and rhs (weights).
-    `seed` is for stochastic rounding: see `seed_of`.
-    """
-    dot = functools.partial(_dot_general, dimension_numbers=dimension_numbers, recipe=recipe, out_dtype=out_dtype)
-    if not shardings.is_explicit(lhs) and not shardings.is_explicit(rhs):
-        return dot(lhs, rhs, seed)
-    plain = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
-    sharding: Any = jax.eval_shape(plain, lhs, rhs).sharding
-    left_to_xla: Any = jax.sharding.auto_axes(dot, out_sharding=sharding)
-    return left_to_xla(lhs, rhs, seed)
-
-
-def _dot_general(
-    lhs: Array,
-    rhs: Array,
-    seed: Array | None,
-    dimension_numbers: DimensionNumbers,
-    recipe: Any,
-    out_dtype: Any,
-) -> Array:
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs_free = [i for i in range(lhs.ndim) if i not in (*lhs_contract, *lhs_batch)]
-    rhs_free = [i for i in range(rhs.ndim) if i not in (*rhs_contract, *rhs_batch)]
-    shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
-    gemm = Gemm(
-        contract=((2,), (1,)),
-        batch=((0,), (0,)),
-        forward_dtype=recipe.dtype(),
-        backward_dtype=recipe.dtype(backward=True),
-        holds_log2=False,
-        lhs_dtype=lhs.dtype,
-        rhs_dtype=rhs.dtype,
-        out_dtype=jnp.dtype(out_dtype),
-        recipe=recipe,
-        ndims=(3, 3),
-    )
-    lhs = _three_axes(lhs, lhs_batch, lhs_free, lhs_contract)  # [B, M, K]
-    rhs = _three_axes(rhs, rhs_batch, rhs_contract, rhs_free)  # [B, K, N]
-    return products.matmul(gemm, lhs, rhs, seed=seed).reshape(shape)
-
-
-def _three_axes(x: Array, *groups: Sequence[int]) -> Array:
-    order = [i for group in groups for i in group]
-    return jnp.transpose(x, order).reshape([math.prod(x.shape[i] for i in group) for group in groups])
 
 
 @jax.tree_util.register_dataclass
@@ -188,11 +119,11 @@ class BlockRecipe(Recipe):
         products: Sequence[str],
         *,
         leaf: Array | None = None,
-        made: Any = None,
+        fused: Any = None,
         seed: Array | None = None,
     ) -> Cast:
         """See `Recipe.cast`: once for each product, unless square blocks serve both."""
-        del leaf, made
+        del leaf, fused
         with jax.named_scope("jaxmp.fp8_quantize"):
             if role == "rhs" and self.has_square_weights:
                 blocks = self.stored(x, (1, 2), backward=False, key=None)
@@ -255,7 +186,7 @@ def multiply_blocks(recipe: BlockRecipe, a: Operand, b: Operand, out_dtype: Any)
         # A short last block counts as filled with zeros.
         missing = -a_q.shape[2] % (recipe.block_size or 1)
         zeros = (0, 0, missing) if missing else ()
-        product = _scaled_matmul(padding.pad(a_q, zeros), padding.pad(b_q, zeros), a_scale, b_scale)
+        product = _scaled_matmul(gemms.pad(a_q, zeros), gemms.pad(b_q, zeros), a_scale, b_scale)
         axes = tuple(compat.varying_axes(a_q) | compat.varying_axes(b_q))
         return compat.as_varying(product, axes).astype(written)  # scaled_matmul forgets them
 
@@ -271,15 +202,15 @@ def multiply_rows(a: Operand, b: Operand, product: gemms.Product, *, power_of_tw
     written = gemms.accumulator(product.out_dtype, power_of_two=power_of_two)
 
     def in_fp8(a: Array, b: Array) -> Array:
-        zeros = padding.zeros_for(a.shape, b.shape, *LAST)
+        zeros = gemms.zeros_for(a.shape, b.shape, *LAST)
         y = lax.dot_general(
-            padding.pad(a, zeros[0]),
-            padding.pad(b, zeros[1]),
+            gemms.pad(a, zeros[0]),
+            gemms.pad(b, zeros[1]),
             LAST,
             precision=gemms.algorithm(fast=product.fast),
             preferred_element_type=written,
         )
-        return padding.crop(y, padding.of_result(*zeros, (3, 3), *LAST))
+        return y[:, : a.shape[1], : b.shape[1]]
 
     def in_float32(a: Array, b: Array) -> Array:  # products of fp8 numbers are exact in float32
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)

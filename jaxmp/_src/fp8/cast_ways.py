@@ -8,7 +8,7 @@ them in one pass, and 432 in two. On an H200 one pass makes the GEMMs of a layer
 (TransformerEngine's JAX code calls two passes faster for tensors with one scale, on Hopper where the same pass sums no
 gradient of a bias; `_quantize_dbias_impl`.)
 `python -m benchmarks gpu --sections casts` measures both at its shapes, and says which is faster: write that into the
-table. The cast of what a kernel computes (`made`, activations) is one pass everywhere.
+table. The cast of what a kernel computes (`fused_casts`) is one pass everywhere.
 """
 
 from jaxmp._src.base import hardware

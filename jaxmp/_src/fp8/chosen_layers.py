@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
-from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.fp8.scheme import Recipe
+from jaxmp._src.fp8 import recipe as recipe_lib, scale_leaves
 from jaxmp._src.programs import jaxprs
 
 Filter = Callable[[str, Any], bool] | Sequence[str] | None
@@ -67,11 +66,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         for part in self.recipes.values():
-            if not isinstance(part, Recipe):
-                raise TypeError(
-                    f"a recipe is jaxmp.fp8.DelayedScaling(), CurrentScaling() or another one of jaxmp.fp8, or a dict "
-                    f"from path patterns to them; got {part!r}. Layers are chosen by filter=."
-                )
+            recipe_lib.check(part)
         if self.filter is not None and not callable(self.filter):
             object.__setattr__(self, "filter", tree_paths.patterns_of(self.filter))
         object.__setattr__(self, "_identity", (tuple(self.recipes.items()), _identity_of(self.filter)))

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from jaxmp._src.fp8.block_matmul import DimensionNumbers
+from jaxmp._src.fp8.matmul import DimensionNumbers
 
 _BY_NAME = ("SAME", "SAME_LOWER", "VALID", "CIRCULAR", "CAUSAL")  # pads nothing around one pixel
 

@@ -8,12 +8,10 @@ casts pass through `once`, which raises an error if it is differentiated. The ru
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-from jaxtyping import Array, PyTree
-
-from jaxmp._src.fp8 import remat
+from jaxtyping import Array
 
 _WITHOUT_FP8 = (
     "Compute that term without fp8: put `with jaxmp.fp8.autocast(enabled=False)` around the model's call in it; the "
@@ -53,41 +51,3 @@ def in_reverse(rule: Callable[..., Any]) -> Callable[..., Any]:
             ) from e
 
     return call
-
-
-class Rule(Protocol):
-    """A function of tensors that are cast, and of other arguments, with its own derivative. Hashable."""
-
-    def value(self, tensors: Any, others: Any) -> Array:
-        """The result where nothing is differentiated."""
-        ...
-
-    def forward(self, tensors: Any, others: Any) -> tuple[Array, PyTree]:
-        """The result, and the arrays that `backward` needs."""
-        ...
-
-    def backward(self, kept: PyTree, grad: Array) -> tuple[PyTree, PyTree]:
-        """The gradients of the tensors and of the others; None: no gradient."""
-        ...
-
-
-def by_rule(rule: Rule, tensors: Any, others: Any) -> Array:
-    """The value of `rule`, differentiated by it: in reverse, and once."""
-    return in_reverse(_run)(rule, tensors, others)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(rule: Rule, tensors: Any, others: Any) -> Array:
-    return rule.value(tensors, others)
-
-
-def _forward(rule: Rule, tensors: Any, others: Any) -> tuple[Array, PyTree]:
-    out, kept = rule.forward(tuple(once(t) for t in tensors), others)
-    return out, remat.packed(kept)
-
-
-def _backward(rule: Rule, kept: PyTree, grad: Array) -> tuple[PyTree, PyTree]:
-    return rule.backward(remat.unpacked(kept), once(grad))
-
-
-_run.defvjp(_forward, _backward)

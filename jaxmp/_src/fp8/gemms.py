@@ -10,12 +10,19 @@ w [K, N], g [M, N], and t^T for a tensor that was written transposed:
     fprop reads x, w^T          dgrad reads g, w          wgrad reads x^T, g^T
 
 So the GEMMs need each tensor in both forms, and the forward pass keeps x^T and w for the backward pass. The tensors are
-padded with zeros (`padding`), and the results are not. Outside CUDA, the same fp8 numbers are multiplied in float32,
-without the transposes.
+padded with zeros, and the results are not. Outside CUDA, the same fp8 numbers are multiplied in float32, without the
+transposes.
+
+cuBLASLt needs sides that are multiples of 16. The zeros are added before the cast, so that XLA casts, pads and finds
+the amax in one pass over the tensor; afterwards the results are cut to their size. Neither products nor amaxes change:
+a zero of one operand is multiplied by a zero of the other. A side may have several axes (batch and time); then the axis
+is padded that needs the fewest zeros. Only tensors that are whole on a device are padded here: to extend a split axis
+would move data between devices. For split tensors, XLA pads the part of each device.
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,63 +32,73 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxmp._src.base import hardware
-from jaxmp._src.fp8 import padding
-from jaxmp._src.fp8.padding import Zeros
 from pallas_kernels import reference
+
+MULTIPLE = 16
+
+Zeros = tuple[int, ...]  # how many are added at the end of each axis; () for none
 
 
 class Gemm(NamedTuple):
-    """The static part of one fp8 matmul."""
+    """The static part of one fp8 matmul of lhs and rhs."""
 
+    recipe: Any
     contract: tuple[tuple[int, ...], tuple[int, ...]]
     batch: tuple[tuple[int, ...], tuple[int, ...]]
-    forward_dtype: Any
-    backward_dtype: Any
-    holds_log2: bool
+    ndims: tuple[int, int]  # of lhs and rhs
     lhs_dtype: Any
     rhs_dtype: Any
     out_dtype: Any
+    dgrad_dtype: Any  # in which dgrad is rounded; lhs may be wider (an activation in float32)
+    bias_dtype: Any = None  # of a bias whose gradient is the sum of that of the result; None without one
     lhs_sharding: NamedSharding | None = None  # on a mesh with explicit axes
     rhs_sharding: NamedSharding | None = None
     out_sharding: Any = None
-    activation: str | None = None  # applied to lhs before the cast
     lhs_zeros: Zeros = ()  # added to lhs before the cast
     rhs_zeros: Zeros = ()
-    bias_dtype: Any = None  # of a bias whose gradient is the sum of that of the result; None without one
     by_own_amax: bool = False  # each tensor is cast with the scale of its own amax, not with that of its leaf
-    recipe: Any = None
-    ndims: tuple[int, int] = (2, 2)  # of lhs and rhs
+
+    def zeros(self, role: str) -> Zeros:
+        """The zeros that are added to "lhs", "rhs" or "grad", which has those of the result."""
+        if role != "grad":
+            return self.lhs_zeros if role == "lhs" else self.rhs_zeros
+        lhs, rhs = (own or (0,) * ndim for own, ndim in zip((self.lhs_zeros, self.rhs_zeros), self.ndims, strict=True))
+        lhs_free, rhs_free, *_ = _axes_of_gradient(self)
+        return _or_none([0] * len(self.batch[0]) + [lhs[i] for i in lhs_free] + [rhs[i] for i in rhs_free])
+
+    def rows(self, role: str) -> int | None:
+        """How many first axes of a tensor are rows of a matrix that two GEMMs read, one of them transposed.
+
+        None where no GEMM of cuBLASLt reads both forms: with batch axes, another order of axes, or explicit axes.
+        """
+        (lhs, rhs), n = self.contract, len(self.contract[0])
+        is_lhs_last = tuple(lhs) == tuple(range(self.ndims[0] - n, self.ndims[0]))
+        starts_or_ends = tuple(range(n)), tuple(range(self.ndims[1] - n, self.ndims[1]))
+        is_of_matrices = not self.batch[0] and 0 < n < min(self.ndims) and is_lhs_last and tuple(rhs) in starts_or_ends
+        shardings = (self.lhs_sharding, self.rhs_sharding, self.out_sharding)
+        if not is_of_matrices or any(sharding is not None for sharding in shardings):
+            return None
+        if role == "rhs":
+            return n if self.rhs_starts else self.ndims[1] - n
+        return self.ndims[0] - n
 
     @property
     def rhs_starts(self) -> bool:
         """Whether the GEMM sums over the first axes of rhs (a kernel [K, N]), not over the last."""
         return self.contract[1][:1] == (0,)
 
-    @property
-    def out_zeros(self) -> Zeros:
-        """The zeros in the product, and in its gradient."""
-        return padding.of_result(self.lhs_zeros, self.rhs_zeros, self.ndims, self.contract, self.batch)
-
 
 class Quantized(NamedTuple):
     """A tensor in fp8, in its own order of axes and perhaps also transposed: [M..., K...] as [K..., M...]."""
 
-    values: Array | None  # None where only the other form is kept
+    values: Any  # None where only the other form is kept
     inv_scale: Float[Array, ""]
-    transposed: Array | None = None
+    transposed: Any = None
 
     @property
     def ndim(self) -> int:
         """Number of axes."""
-        return _not_none(self.transposed if self.values is None else self.values).ndim
-
-
-def is_of_matrices(ndims: tuple[int, int], contract: Any, batch: Any) -> bool:
-    """Whether a matmul is lhs [M..., K...] by rhs [K..., N...] or [N..., K...], without batch axes."""
-    (lhs, rhs), k = contract, len(contract[0])
-    ends = tuple(range(ndims[0] - k, ndims[0]))
-    starts_or_ends = (tuple(range(k)), tuple(range(ndims[1] - k, ndims[1])))
-    return not batch[0] and 0 < k < min(ndims) and tuple(lhs) == ends and tuple(rhs) in starts_or_ends
+        return (self.transposed if self.values is None else self.values).ndim
 
 
 class Product(NamedTuple):
@@ -112,7 +129,7 @@ class Product(NamedTuple):
 def fprop(gemm: Gemm) -> Product:
     """y = x w."""
     order = tuple(range(sum(gemm.ndims) - 2 * len(gemm.contract[0]) - len(gemm.batch[0])))
-    return Product("fprop", gemm.contract, gemm.batch, gemm.out_dtype, gemm.out_sharding, order, gemm.out_zeros)
+    return Product("fprop", gemm.contract, gemm.batch, gemm.out_dtype, gemm.out_sharding, order, gemm.zeros("grad"))
 
 
 def dgrad(gemm: Gemm) -> Product:
@@ -122,7 +139,7 @@ def dgrad(gemm: Gemm) -> Product:
     order = (*lhs_batch, *lhs_free, *(lhs_contract[rhs_contract.index(i)] for i in sorted(rhs_contract)))
     sharding = _permuted(gemm.lhs_sharding, order)
     contract, batch = (grad_rhs, rhs_free), (grad_batch, rhs_batch)
-    return Product("dgrad", contract, batch, gemm.lhs_dtype, sharding, order, gemm.lhs_zeros)
+    return Product("dgrad", contract, batch, gemm.dgrad_dtype, sharding, order, gemm.lhs_zeros)
 
 
 def wgrad(gemm: Gemm) -> Product:
@@ -146,7 +163,7 @@ def _axes_of_gradient(gemm: Gemm) -> tuple[tuple[int, ...], ...]:
 def multiplied(product: Product, a: Any, b: Any, multiply: Callable[[Any, Any, Product], Array]) -> Array:
     """The result of a product, in its final order and without the zeros."""
     with jax.named_scope(f"jaxmp.fp8_{product.name}"):
-        return padding.crop(jnp.transpose(multiply(a, b, product), _inverse(product.order)), product.zeros)
+        return crop(jnp.transpose(multiply(a, b, product), _inverse(product.order)), product.zeros)
 
 
 def in_bfloat16(product: Product, a: Array, b: Array) -> Array:
@@ -174,7 +191,7 @@ def _inverse(order: tuple[int, ...]) -> list[int]:
     return [order.index(i) for i in range(len(order))]
 
 
-def _others(ndim: int, *taken: tuple[int, ...]) -> tuple[int, ...]:
+def _others(ndim: int, *taken: Sequence[int]) -> tuple[int, ...]:
     return tuple(i for i in range(ndim) if not any(i in some for some in taken))
 
 
@@ -220,7 +237,7 @@ def accumulator(out_dtype: Any, *, power_of_two: bool) -> Any:
 def _summed_last(t: Quantized, axes: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
     """A tensor in the form with the summed axes last, if it has this form; and the positions of these axes."""
     if t.transposed is None or axes != tuple(range(len(axes))):
-        return _not_none(t.values), axes
+        return t.values, axes
     return t.transposed, tuple(range(t.ndim - len(axes), t.ndim))
 
 
@@ -229,11 +246,55 @@ def _in_own_order(t: Quantized, axes: tuple[int, ...]) -> Array:
     if t.values is not None:
         return t.values
     # The barrier keeps XLA from folding the transpose into a matmul, which would sum in another order.
-    return lax.optimization_barrier(reference.transpose(_not_none(t.transposed), t.ndim - len(axes)))
+    return lax.optimization_barrier(reference.transpose(t.transposed, t.ndim - len(axes)))
 
 
-def _not_none(x: Array | None) -> Array:
-    """`x`, which is not None: `kept` keeps the forms that `backprop` reads."""
-    if x is None:
-        raise AssertionError("a tensor of an fp8 matmul was dropped that a GEMM reads")
-    return x
+# --- zeros that make sides multiples of 16 ----------------------------------------------------------------------------
+
+
+def zeros_for(lhs: Sequence[int], rhs: Sequence[int], contract: Any, batch: Any) -> tuple[Zeros, Zeros]:
+    """How many zeros lhs and rhs of these shapes get, so that M, K and N are multiples of 16 for each of the batch.
+
+    Example:
+      >>> zeros_for((3, 197, 64), (64, 10), ((2,), (0,)), ((), ()))
+      ((0, 11, 0), (0, 6))
+    """
+    lhs_zeros, rhs_zeros = [0] * len(lhs), [0] * len(rhs)
+    for axis, count in _longer(lhs, _others(len(lhs), contract[0], batch[0])):
+        lhs_zeros[axis] = count
+    for axis, count in _longer(rhs, _others(len(rhs), contract[1], batch[1])):
+        rhs_zeros[axis] = count
+    for axis, count in _longer(lhs, contract[0]):
+        lhs_zeros[axis] = rhs_zeros[contract[1][contract[0].index(axis)]] = count
+    return _or_none(lhs_zeros), _or_none(rhs_zeros)
+
+
+def pad(x: Array, zeros: Zeros) -> Array:
+    """`x` with zeros at the end of its axes."""
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, count, 0) for count in zeros]) if zeros else x
+
+
+def crop(x: Array, zeros: Zeros) -> Array:
+    """`x` without the zeros."""
+    if not zeros:
+        return x
+    return lax.slice(x, (0,) * x.ndim, [size - count for size, count in zip(x.shape, zeros, strict=True)])
+
+
+def _longer(shape: Sequence[int], axes: Sequence[int]) -> list[tuple[int, int]]:
+    """The axis of a side that gets zeros, and how many; nothing for a side that is a multiple already."""
+    side = math.prod(shape[i] for i in axes)
+    if side % MULTIPLE == 0:  # an empty side, too
+        return []
+    counts = []
+    for place, axis in enumerate(axes):
+        rest = side // shape[axis]
+        step = MULTIPLE // math.gcd(MULTIPLE, rest)
+        count = -shape[axis] % step
+        counts.append((count * rest, -place, axis, count))
+    *_, axis, count = min(counts)
+    return [(axis, count)]
+
+
+def _or_none(zeros: Sequence[int]) -> Zeros:
+    return tuple(zeros) if any(zeros) else ()

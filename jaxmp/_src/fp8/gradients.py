@@ -1,11 +1,7 @@
 """The fp8 leaves of params while a loss is differentiated: converted once before, and converted back once after.
 
-An fp8 layer adds two kinds of leaves to the params that autodiff cannot handle directly:
-
-- *scale leaves*: their gradient is an amax, so gradients of one leaf combine by MAX and not by addition. The leaf of a
-  gradient tensor is adjusted by the loss scale, because it multiplies the gradients (see `scale_leaves`);
-- *kernels in fp8*, stored so or cast once for all microbatches: their gradient needs a wider dtype (see
-  `stored_kernels`).
+The "gradient" of a scale leaf is an amax, so gradients of one leaf combine by MAX and not by addition; and the leaf of
+a gradient tensor is adjusted by the loss scale, because that multiplies the gradients (see `scale_leaves`).
 
 `Fp8Gradients` is made from the params before the first microbatch. Its methods replace `jax.grad`, the sum over
 microbatches and the reduction over devices. For params without fp8 leaves they do nothing else.
@@ -21,7 +17,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.base import ambient, compat
 from jaxmp._src.base.warn import warn
-from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.programs import jaxprs
 
 Check = Callable[[Any, Any, PyTree], None]
@@ -31,26 +27,21 @@ Grad = Callable[[Callable[..., Any], Check | None], Callable[..., tuple[PyTree, 
 class Fp8Gradients:
     """How the gradients of one set of params are taken, added up and reduced; see the module's docstring."""
 
-    def __init__(self, params: PyTree, gradient_scale: Float[Array, ""], *, keep_kernels: bool):
+    def __init__(self, params: PyTree, gradient_scale: Float[Array, ""]):
         """Makes the leaves ready.
 
         Args:
           params: what will be differentiated with respect to.
           gradient_scale: float32[], the factor by which the gradients are larger than unscaled gradients.
-          keep_kernels: whether kernels are cast to fp8 here, once, and not in each forward pass.
         """
         self.is_used = scale_leaves.has_scales(params)
         self._gradient_scale = gradient_scale
-        self._kernels, self._amaxes = stored_kernels.keep(params) if keep_kernels else ({}, {})
 
     def grad(self, loss: Callable[..., Any], differentiated: Grad) -> Callable[..., tuple[PyTree, Any]]:
         """`differentiated(loss, check)`; in its gradients, scale leaves hold the amaxes of unscaled gradients, or -inf.
 
         `differentiated` is like `jax.grad` with `has_aux` and `allow_int`, and calls `check(pullback, value, params)`
         before the backward pass.
-
-        Raises:
-          ValueError: `loss` reads a kernel in fp8 outside of its layer.
 
         Warns:
           UserWarning: the params hold fp8 scales, and `loss` multiplied nothing in fp8.
@@ -59,16 +50,16 @@ class Fp8Gradients:
             return differentiated(loss, None)
 
         def differentiate(params: PyTree, *args: Any) -> tuple[PyTree, Any]:
-            params = stored_kernels.enter(scale_leaves.enter(params, self._gradient_scale), self._kernels)
+            params = scale_leaves.enter(params, self._gradient_scale)
             before = ambient.now().notes.fp8_matmuls
 
             def check(pullback: Any, value: Any, params: PyTree) -> None:
-                stored_kernels.check_reads(pullback, params)
+                del params
                 if ambient.now().notes.fp8_matmuls == before and not _is_in_fp8(pullback, value):
                     _tell_of_no_fp8()
 
             grads, aux = differentiated(loss, check)(params, *args)
-            return stored_kernels.leave(scale_leaves.leave(grads, self._gradient_scale), self._amaxes), aux
+            return scale_leaves.leave(grads, self._gradient_scale), aux
 
         return differentiate
 

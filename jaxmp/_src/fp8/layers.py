@@ -9,15 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmp._src.base import ambient
-from jaxmp._src.fp8 import (
-    block_matmul,
-    gated_mlp as gated_mlp_lib,
-    matmul,
-    ragged_matmul,
-    stored_kernels,
-    told,
-)
-from jaxmp._src.fp8.gated_mlp import GatedScales
+from jaxmp._src.fp8 import matmul, ragged_matmul
 from jaxmp._src.programs import jaxprs
 
 
@@ -54,7 +46,7 @@ def dot_general(
     leaves: Sequence[Array],
     lhs: Float[Array, "..."],
     rhs: Float[Array, "..."],
-    dimension_numbers: block_matmul.DimensionNumbers,
+    dimension_numbers: matmul.DimensionNumbers,
     preferred_element_type: Any = None,
     out_sharding: Any = None,
     *,
@@ -78,7 +70,7 @@ def dot_general(
             key=key,
         )
     matmul.note_use()
-    out = matmul.plain_dot_general(lhs, rhs, dimension_numbers, preferred_element_type, out_sharding, scales=scales)
+    out = matmul.plain_dot_general(lhs, rhs, dimension_numbers, preferred_element_type, out_sharding)
     return out if bias is None else matmul.plus(out, bias)
 
 
@@ -96,34 +88,7 @@ def ragged_dot(
         given = {"recipe": recipe, "scales": scales, "preferred_element_type": preferred_element_type}
         return ragged_matmul.ragged_dot(lhs, rhs, group_sizes, **given)
     matmul.note_use()
-    return ragged_matmul.plain_ragged_dot(lhs, rhs, group_sizes, preferred_element_type, scales)
-
-
-def gated_mlp(
-    recipe: Any,
-    leaves: Sequence[Sequence[Array]],
-    x: Float[Array, "... K"],
-    kernels: Sequence[Array],
-    dtype: Any,
-    *,
-    layer: str | None = None,
-    key: Array | None = None,
-) -> Float[Array, "... N"]:
-    """The gated MLP of a layer whose parts are gate, up and down: in fp8 if fp8 is on, else as three products.
-
-    `dtype` is that of x and the result; None: that of x and the kernels, and under autocast its dtype.
-    """
-    known = [jnp.bfloat16 if stored_kernels.is_stored(kernel) else kernel for kernel in kernels]
-    x = jnp.asarray(x, dtype or matmul.traced_for(jnp.result_type(x, *known)))  # autocast: of what lies between
-    if is_enabled():
-        scales = GatedScales(*(matmul.Scales(*part) for part in leaves)) if leaves[0] else None
-        return gated_mlp_lib.gated_mlp(x, *kernels, recipe=recipe, scales=scales, layer=layer, key=key)
-
-    def dot(x: Array, kernel: Array, name: str) -> Array:
-        own = leaves[GatedScales._fields.index(name)]
-        return dot_general(recipe, own, x, kernel, gated_mlp_lib.last_by_first(x))
-
-    return gated_mlp_lib.of_layers(dot, x, kernels)
+    return ragged_matmul.plain_ragged_dot(lhs, rhs, group_sizes, preferred_element_type)
 
 
 def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list[Any]:
@@ -147,10 +112,9 @@ def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list
     """
     del kwargs
     inputs, kernel, *rest = args[0] if len(args) == 1 else args
-    dtype = dtype or jnp.result_type(inputs, jnp.bfloat16 if stored_kernels.is_stored(kernel) else kernel)
-    cast = [None if x is None else jnp.asarray(x, dtype) for x in (inputs, *rest)]
-    told.note_converted(inputs, cast[0])
-    return [cast[0], kernel, *cast[1:]]
+    dtype = dtype or jnp.result_type(inputs, kernel)
+    inputs, *rest = (None if x is None else jnp.asarray(x, dtype) for x in (inputs, *rest))
+    return [inputs, kernel, *rest]
 
 
 promote_all_but_kernel.is_in_fp8 = True  # for autocast: under it such a layer returns 16 bits, as others do
@@ -158,15 +122,13 @@ promote_all_but_kernel.is_in_fp8 = True  # for autocast: under it such a layer r
 
 @dataclasses.dataclass(frozen=True)
 class _Promotion:
-    """A `promote_dtype=` that the user gave to a layer which runs in fp8. A kernel that is stored in fp8 stays so."""
+    """A `promote_dtype=` that the user gave to a layer which runs in fp8."""
 
     promote: Callable[..., Any]
     is_in_fp8: ClassVar[bool] = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _, kernel, *_ = args[0] if len(args) == 1 else args
-        inputs, promoted, *rest = self.promote(*args, **kwargs)
-        return [inputs, promoted.astype(kernel.dtype) if stored_kernels.is_stored(kernel) else promoted, *rest]
+        return self.promote(*args, **kwargs)
 
 
 def promotion(given: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,17 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxmp._src.base import ambient, tree_paths
-from jaxmp._src.fp8 import (
-    chosen_layers,
-    convolutions,
-    einsum,
-    layers,
-    matmul,
-    recipes,
-    scale_leaves,
-    stored_kernels,
-)
-from jaxmp._src.fp8.recipes import DelayedScaling
+from jaxmp._src.fp8 import chosen_layers, convolutions, einsum, layers, matmul, scale_leaves
+from jaxmp._src.fp8.delayed import DelayedScaling
 from jaxmp._src.programs import jaxprs, module_paths
 
 
@@ -47,7 +38,7 @@ class Fp8DotGeneral(nn.Module):
       ['fp8_grad_e5m2_log2_scale', 'fp8_lhs_e4m3_log2_scale', 'fp8_rhs_e4m3_log2_scale']
     """
 
-    recipe: Any = recipes.DelayedScaling()
+    recipe: Any = DelayedScaling()
 
     @nn.compact
     def __call__(
@@ -83,7 +74,7 @@ class Fp8ConvGeneralDilated(nn.Module):
       (['Fp8ConvGeneralDilated_0', 'bias', 'kernel'], (1, 2, 2, 32))
     """
 
-    recipe: Any = recipes.DelayedScaling()
+    recipe: Any = DelayedScaling()
 
     @nn.compact
     def __call__(
@@ -114,7 +105,7 @@ class Fp8RaggedDot(nn.Module):
       (['Fp8RaggedDot_0', 'kernel'], (8, 32))
     """
 
-    recipe: Any = recipes.DelayedScaling()
+    recipe: Any = DelayedScaling()
     is_in_fp8: ClassVar[bool] = True  # for autocast
 
     @nn.compact
@@ -145,7 +136,7 @@ class Fp8Einsum(nn.Einsum):
       ['Fp8DotGeneral_0', 'kernel']
     """
 
-    recipe: Any = recipes.DelayedScaling()
+    recipe: Any = DelayedScaling()
     is_in_fp8: ClassVar[bool] = True  # for autocast
 
     @nn.compact
@@ -174,21 +165,11 @@ def _product(
     """The product with the scale leaves of `module`, which lies in the layer."""
     recipe: Any = module.recipe  # pyright: ignore[reportAttributeAccessIssue]
     leaves, key = leaves_of(module), rounding_key(module)
-    rhs = _as_stored(module, rhs)
     with layers.switched(layers.is_enabled() and not module.is_initializing()):
         layer = "/".join(module.path[:-1])
         return layers.dot_general(
             recipe, leaves, lhs, rhs, numbers, dtype, out_sharding, bias=bias, layer=layer, key=key
         )
-
-
-def _as_stored(module: nn.Module, rhs: Array) -> Array:
-    """`rhs` in fp8 if the layer's kernel is stored in fp8: flax's promotion has cast these numbers to a wider dtype."""
-    layer = module.parent
-    if not isinstance(layer, nn.Module) or layer.scope is None:
-        return rhs
-    kernel = nn.meta.unbox(layer.get_variable("params", "kernel"))
-    return rhs.astype(kernel.dtype) if stored_kernels.is_stored(kernel) else rhs
 
 
 def rounding_key(module: Any) -> Array | None:
@@ -268,10 +249,7 @@ class _Interceptor:
         if context.orig_method.func is not base.__call__.__wrapped__:
             return self._call_of_a_subclass(base, path, module, next_fun, args, kwargs)
         self.base_calls += 1
-        if not layers.is_enabled():  # a kernel that is stored in fp8 still needs its scale
-            stored = _recipe_of_stored(module)
-            return _in_fp8(base, module, stored)(*args, **kwargs) if stored else next_fun(*args, **kwargs)
-        if not self._wants(path, module):
+        if not layers.is_enabled() or not self._wants(path, module):
             return next_fun(*args, **kwargs)
         return _in_fp8(base, module, self.rule.recipe_at(path))(*args, **kwargs)
 
@@ -347,15 +325,6 @@ def _marks(jaxpr: Any, *, in_loop: bool) -> Iterator[tuple[str, bool]]:
             yield eqn.params["name"].removeprefix(_MARK), in_loop
         for inner, _ in jaxprs.functions_of(eqn):
             yield from _marks(inner, in_loop=in_loop or eqn.primitive.name in jaxprs.LOOPS)
-
-
-def _recipe_of_stored(module: Any) -> Any:
-    """A recipe for the scales of a layer with a kernel stored in fp8; None for other layers."""
-    params = module.variables.get("params", {})
-    if not stored_kernels.is_stored(nn.meta.unbox(params.get("kernel"))):
-        return None
-    in_e4m3 = any("grad_e4m3" in str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
-    return recipes.DelayedScaling(fp8_format="E4M3" if in_e4m3 else "HYBRID")
 
 
 def _is_plain(module: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The fp8 matmul: `dot_general` and `einsum` whose three GEMMs run in 8 bits.
+"""The fp8 matmul: a `dot_general` whose three GEMMs run in 8 bits, by any recipe.
 
 For y = x w with the gradient g of y, scales s and Q(t) = fp8(clip(t * s)):
 
@@ -12,35 +12,35 @@ magnitude of each tensor, which is the gradient of its scale leaf (see `scale_le
 On CUDA the GEMM gets fp8 operands, and XLA gives it to cuBLASLt with the scale inside; "fast" and "full" accumulation
 are `lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM` and `ANY_F8_ANY_F8_F32`, chosen as TransformerEngine does.
 Elsewhere the same fp8 numbers are multiplied in float32: exact products, another order of sums.
+
+From top to bottom: `dot_general` checks its arguments; `_Product` is the rule for vmap, and makes matrices of what it
+gets; `_matmul` with `_forward` and `_backward` is the derivative.
 """
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxmp._src.base import ambient, compat, vmap_rules
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import shardings
-from jaxmp._src.fp8 import (
-    block_matmul,
-    made as made_lib,
-    operands,
-    padding,
-    products,
-    shared_scales,
-    stored_kernels,
-    told,
-)
-from jaxmp._src.fp8.block_matmul import DimensionNumbers
+from jaxmp._src.fp8 import casts, first_derivatives, fused_casts, gemms, remat
+from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.gemms import Gemm
-from jaxmp._src.fp8.operands import quantize_by_itself as quantize_by_itself, quantize_rhs as quantize_rhs
 from jaxmp._src.fp8.scale_leaves import Scales as Scales
-from pallas_kernels.activation import check_activation
+from jaxmp._src.numerics import casting
+from pallas_kernels.activation import ACTIVATIONS, UNMET, check_activation
+
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
 class FallbackWarning(UserWarning):
@@ -121,42 +121,37 @@ def dot_general(
       Micikevicius et al. 2022, "FP8 formats for deep learning" (arXiv 2209.05433); TransformerEngine's Linear.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
     out_dtype = jnp.dtype(preferred_element_type or result_dtype(lhs, rhs))
     note_use()
     if bias is not None:
-        _check_bias(bias, rhs, (rhs_contract, rhs_batch))
-    reason = None if lhs_contract else "it sums over no axis"
+        _check_bias(bias, rhs, contract[1] + batch[1])
+    reason = None if contract[0] else "it sums over no axis"
+    dgrad_dtype = lhs.dtype if reason else traced_for(lhs.dtype)
+    lhs, fused = lhs.astype(dgrad_dtype), None
     if activation is not None:
         check_activation(activation)
-        if reason or scales is None:  # not fused: rounded to the dtype of lhs, as in a network
-            lhs, activation = operands.activated(lhs, activation).astype(lhs.dtype), None
+        lhs, fused = _activated(lhs, activation, is_cast_next=not reason and scales is not None)
     if reason:
         warn_of_fallback(out_dtype, reason, layer)
-        out = plain_dot_general(lhs, rhs, dimension_numbers, preferred_element_type, out_sharding, scales=scales)
+        out = plain_dot_general(lhs, rhs, dimension_numbers, preferred_element_type, out_sharding)
         return out if bias is None else plus(out, bias)
     check_scales(recipe, scales)
-    lhs, run_dtype = _as_run(lhs), traced_for(out_dtype)
     own_amax = by_own_amax(scales or (), layer)
-    made = None
-    if scales is not None and not own_amax:
-        scales = scales._replace(lhs=shared_scales.leaf_for(scales.lhs, (recipe, activation), lhs))
-        made = made_lib.found(lhs, lhs_contract) if activation is None and not lhs_batch else None
+    if activation is None and scales is not None and not own_amax and not batch[0]:
+        fused = fused_casts.find(lhs, contract[0])
     axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # both gradients vary over all of them
-    lhs, rhs = compat.as_varying(lhs, axes), compat.as_varying(rhs, axes)
-    contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
-    product = _Product(recipe, contract, batch, run_dtype, out_sharding, activation, own_amax)
-    seeds = [] if key is None or not recipe.rounds_at_random else [block_matmul.seed_of(key)]
-    given = [lhs, rhs, *(scales or seeds)]
-    jax_sums = scales is None or lhs_batch or bias is None or not bias.ndim or _on_explicit_axes(lhs, rhs, bias)
-    if bias is not None and not jax_sums:
-        given.append(compat.as_varying(bias, axes))
-        bias = lax.stop_gradient(given[-1])
-    if made is not None:
-        arrays, treedef = jax.tree.flatten(made)
-        product = product._replace(made=treedef)
-        given += [compat.as_varying(x, axes) for x in arrays]
-    out = product.call(*given).astype(out_dtype)
-    return out if bias is None else plus(out, bias)
+    lhs, rhs, bias_in, fused = jax.tree.map(
+        lambda x: compat.as_varying(x, axes), (lhs, rhs, bias, None if own_amax else fused)
+    )
+    # The pass that casts the gradient of the result also sums it, for the gradient of the bias.
+    jax_sums = scales is None or batch[0] or bias is None or not bias.ndim
+    jax_sums = jax_sums or any(shardings.is_explicit(x) for x in (lhs, rhs, bias) if x is not None)
+    seed = None if key is None or not recipe.rounds_at_random else jax.random.bits(key, (2,), jnp.uint32)
+    arrays, treedef = jax.tree.flatten((lhs, rhs, scales, None if jax_sums else bias_in, seed, fused))
+    product = _Product(treedef, recipe, contract, batch, traced_for(out_dtype), dgrad_dtype, out_sharding, own_amax)
+    out = product.call(*arrays).astype(out_dtype)
+    return out if bias is None else plus(out, bias if jax_sums else lax.stop_gradient(bias_in))
 
 
 def plus(out: Array, bias: Array) -> Array:
@@ -164,18 +159,13 @@ def plus(out: Array, bias: Array) -> Array:
     return out + jnp.reshape(bias, (1,) * (out.ndim - bias.ndim) + bias.shape).astype(out.dtype)
 
 
-def _check_bias(bias: Array, rhs: Array, taken: Any) -> None:
-    contract, batch = taken
-    free = tuple(rhs.shape[i] for i in range(rhs.ndim) if i not in (*contract, *batch))
+def _check_bias(bias: Array, rhs: Array, taken: Sequence[int]) -> None:
+    free = tuple(rhs.shape[i] for i in range(rhs.ndim) if i not in taken)
     if bias.shape != free:
         raise ValueError(
             f"a bias has the shape of the axes of rhs that are not summed over, {free}; got {bias.shape}, with an rhs "
             f"of shape {rhs.shape}. Reshape it, or add it to the result."
         )
-
-
-def _on_explicit_axes(*arrays: Array) -> bool:
-    return any(shardings.is_explicit(x) for x in arrays)
 
 
 def check_scales(recipe: Any, scales: Scales | None) -> None:
@@ -187,39 +177,70 @@ def check_scales(recipe: Any, scales: Scales | None) -> None:
         )
 
 
-class _Product(NamedTuple):
-    """The static part of a product in fp8, as a function of (lhs, rhs, scale leaves or a seed, if any, a bias, if any).
+# --- an activation before the cast ------------------------------------------------------------------------------------
 
-    The bias is not added; but its gradient is what it would be. The arrays of a `made.Made` of lhs come last.
+
+def _activated(x: Array, name: str, *, is_cast_next: bool) -> tuple[Array, fused_casts.FusedCast | None]:
+    """(f(x), what a kernel computes it from): in float32 where the cast comes next, else in the dtype of x."""
+    y = _activation(x, name)
+    if not is_cast_next:
+        return y.astype(x.dtype), None
+    reads_x = x.dtype != jnp.float64 and name not in UNMET
+    return y, fused_casts.FusedCast((x,), (), ACTIVATIONS[name][0], y.dtype) if reads_x else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))  # so that x alone is kept, and in its own dtype
+def _activation(x: Array, name: str) -> Array:
+    return ACTIVATIONS[name][0](casting.widened(x))
+
+
+def _activation_backward(name: str, x: Array, g: Array) -> tuple[Array]:
+    with jax.named_scope(f"jaxmp.fp8_{name}_grad"):
+        return (ACTIVATIONS[name][1](casting.widened(g), casting.widened(x)).astype(x.dtype),)
+
+
+_activation.defvjp(lambda x, name: (_activation(x, name), x), _activation_backward)
+
+
+# --- the rule for vmap, and matrices ----------------------------------------------------------------------------------
+
+
+class _Product(NamedTuple):
+    """The static part of a product, as a function of the leaves of (lhs, rhs, scales, bias, seed, fused).
+
+    The bias is not added; but its gradient is what it would be.
     """
 
+    treedef: Any
     recipe: Any
     contract: tuple[tuple[int, ...], tuple[int, ...]]
     batch: tuple[tuple[int, ...], tuple[int, ...]]
     out_dtype: Any
+    dgrad_dtype: Any
     out_sharding: Any
-    activation: str | None
     by_own_amax: bool
-    made: Any = None  # the structure of this `Made`
     members: tuple[tuple[bool, ...], ...] = ()  # for each vmap around, the outermost last: the arguments with its axis
 
-    def call(self, *args: Array) -> Array:
+    def call(self, *arrays: Array) -> Array:
         """The product, with the rule of `vmapped`."""
-        return vmap_rules.call(self, self.vmapped, *args)
+        return vmap_rules.call(self, self.vmapped, *arrays)
 
-    def vmapped(self, size: int, args: Sequence[Array], batched: Sequence[bool]) -> tuple[Array, int]:
-        """The rule for vmap: a batch of lhs alone becomes rows of lhs."""
-        if self.made is not None:  # lhs is cast as it is
-            n = len(args) - self.made.num_leaves
-            return self._replace(made=None).vmapped(size, args[:n], batched[:n])
-        lhs, *others = args
+    def vmapped(self, size: int, arrays: Sequence[Array], batched: Sequence[bool]) -> tuple[Array, int]:
+        """The rule for vmap: a batch of lhs alone becomes rows of lhs: one GEMM, one amax, also backward.
+
+        Of several members with operands of their own, each has its product. lhs is then cast as it is.
+        """
+        *operands, fused = jax.tree.unflatten(self.treedef, arrays)
+        if fused is not None:
+            kept, treedef = jax.tree.flatten((*operands, None))
+            return self._replace(treedef=treedef).vmapped(size, kept, batched[: len(kept)])
         if any(batched[1:]) or self.out_sharding is not None:
-            return self._replace(members=(*self.members, tuple(batched))).call(*args), 0
+            return self._replace(members=(*self.members, tuple(batched))).call(*arrays), 0
         around = sum(level[0] for level in self.members)  # axes of lhs
-        product = self._with_rows().call(jnp.moveaxis(lhs, 0, around), *others)
+        product = self.with_rows().call(jnp.moveaxis(arrays[0], 0, around), *arrays[1:])
         return product, len(self.members) + len(self.batch[0])
 
-    def _with_rows(self) -> "_Product":
+    def with_rows(self) -> "_Product":
         """The product of an lhs with one more axis, the first one."""
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = self.contract, self.batch
         return self._replace(
@@ -227,60 +248,137 @@ class _Product(NamedTuple):
             batch=(tuple(i + 1 for i in lhs_batch), rhs_batch),
         )
 
-    def __call__(self, *args: Array) -> Array:
+    def __call__(self, *arrays: Array) -> Array:
         """The product without the rule."""
-        run: Any = self._of_matrix
+        run: Any = lambda *arrays: self.of_tensors(*jax.tree.unflatten(self.treedef, arrays))  # noqa: E731
         for level in self.members:
             run = jax.vmap(run, [0 if has_axis else None for has_axis in level])
-        return run(*args)
+        return run(*arrays)
 
-    def _of_matrix(self, lhs: Array, rhs: Array, *more: Array) -> Array:
+    def of_tensors(self, lhs: Array, rhs: Array, *others: Any) -> Array:
         """The product for one member; a vector becomes a matrix, so that there is an axis to pad."""
         n_batch, n_summed = len(self.batch[0]), len(self.contract[0])
         if lhs.ndim == n_batch + n_summed:
-            product = self._with_rows()._replace(out_sharding=_with_axis(self.out_sharding, n_batch))
-            return jnp.squeeze(product._of_matrix(jnp.expand_dims(lhs, 0), rhs, *more), n_batch)
+            product = self.with_rows()._replace(out_sharding=_with_axis(self.out_sharding, n_batch))
+            return jnp.squeeze(product.of_tensors(jnp.expand_dims(lhs, 0), rhs, *others), n_batch)
         if rhs.ndim == n_batch + n_summed:
             last = lhs.ndim - n_summed
             product = self._replace(out_sharding=_with_axis(self.out_sharding, last))
-            return jnp.squeeze(product._of_matrices(lhs, jnp.expand_dims(rhs, rhs.ndim), *more), last)
-        return self._of_matrices(lhs, rhs, *more)
-
-    def _of_matrices(self, lhs: Array, rhs: Array, *more: Array) -> Array:
+            return jnp.squeeze(product.of_tensors(lhs, jnp.expand_dims(rhs, rhs.ndim), *others), last)
         if self.recipe.folds_axes:
-            seed = more[0] if more else None
-            given = {"out_dtype": self.out_dtype, "out_sharding": self.out_sharding, "seed": seed}
-            return block_matmul.dot_general(lhs, rhs, (self.contract, self.batch), recipe=self.recipe, **given)
-        zeros: tuple[padding.Zeros, padding.Zeros] = (), ()
-        if operands.is_whole(lhs) and operands.is_whole(rhs):
-            zeros = padding.zeros_for(lhs.shape, rhs.shape, self.contract, self.batch)
-        made = None
-        if self.made is not None:
-            n = len(more) - self.made.num_leaves
-            made, more = jax.tree.unflatten(self.made, more[n:]), more[:n]
-        lhs_sharding, rhs_sharding = _explicit_shardings(lhs, rhs)
+            return _of_three_axes(self, lhs, rhs, *others)
+        zeros: tuple[gemms.Zeros, gemms.Zeros] = (), ()
+        if casts.is_whole(lhs) and casts.is_whole(rhs):
+            zeros = gemms.zeros_for(lhs.shape, rhs.shape, self.contract, self.batch)
+        return self.run(lhs, rhs, *others, shardings=_explicit_shardings(lhs, rhs), zeros=zeros)
+
+    def run(
+        self, lhs: Array, rhs: Array, scales: Any, bias: Any, seed: Any, fused: Any, *, shardings: Any, zeros: Any
+    ) -> Array:
+        """The product of two tensors, with its derivative."""
         gemm = Gemm(
+            recipe=self.recipe,
             contract=self.contract,
             batch=self.batch,
-            forward_dtype=self.recipe.dtype(backward=False),
-            backward_dtype=self.recipe.dtype(backward=True),
-            holds_log2=self.recipe.power_of_two,
+            ndims=(lhs.ndim, rhs.ndim),
             lhs_dtype=lhs.dtype,
             rhs_dtype=rhs.dtype,
             out_dtype=self.out_dtype,
-            lhs_sharding=lhs_sharding,
-            rhs_sharding=rhs_sharding,
+            dgrad_dtype=self.dgrad_dtype,
+            bias_dtype=None if bias is None else bias.dtype,
+            lhs_sharding=shardings[0],
+            rhs_sharding=shardings[1],
             out_sharding=self.out_sharding,
-            activation=self.activation,
             lhs_zeros=zeros[0],
             rhs_zeros=zeros[1],
             by_own_amax=self.by_own_amax,
-            recipe=self.recipe,
-            ndims=(lhs.ndim, rhs.ndim),
         )
-        scales, bias = (Scales(*more[:3]), more[3] if len(more) == 4 else None) if more else (None, None)
-        gemm = gemm._replace(bias_dtype=None if bias is None else bias.dtype)
-        return products.matmul(gemm, lhs, rhs, scales=scales, bias=bias, made=made)
+        return first_derivatives.in_reverse(_matmul)(gemm, lhs, rhs, scales, bias, seed, fused)
+
+
+def _of_three_axes(
+    product: _Product, lhs: Array, rhs: Array, scales: None, bias: None, seed: Any, fused: None
+) -> Array:
+    """The product of lhs as [B, M, K] and rhs as [B, K, N]: several axes of a kind count as one, in their order."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = product.contract, product.batch
+    lhs_free = [i for i in range(lhs.ndim) if i not in (*lhs_contract, *lhs_batch)]
+    rhs_free = [i for i in range(rhs.ndim) if i not in (*rhs_contract, *rhs_batch)]
+    shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
+    three = product._replace(contract=((2,), (1,)), batch=((0,), (0,)), out_sharding=None)
+
+    def folded(x: Array, *groups: Sequence[int]) -> Array:
+        order = [i for group in groups for i in group]
+        return jnp.transpose(x, order).reshape([math.prod(x.shape[i] for i in group) for group in groups])
+
+    def run(lhs: Array, rhs: Array, seed: Any) -> Array:
+        lhs, rhs = folded(lhs, lhs_batch, lhs_free, lhs_contract), folded(rhs, rhs_batch, rhs_contract, rhs_free)
+        out = three.run(lhs, rhs, scales, bias, seed, fused, shardings=(None, None), zeros=((), ()))
+        return out.reshape(shape)
+
+    if not shardings.is_explicit(lhs) and not shardings.is_explicit(rhs):
+        return run(lhs, rhs, seed)
+    numbers = (product.contract, product.batch)
+    plain = functools.partial(lax.dot_general, dimension_numbers=numbers, out_sharding=product.out_sharding)
+    sharding: Any = jax.eval_shape(plain, lhs, rhs).sharding
+    left_to_xla: Any = jax.sharding.auto_axes(run, out_sharding=sharding)
+    return left_to_xla(lhs, rhs, seed)
+
+
+# --- the derivative ---------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(gemm: Gemm, lhs: Array, rhs: Array, scales: Scales | None, bias: Any, seed: Any, fused: Any) -> Array:
+    """y = x w, where nothing is differentiated."""
+    lhs_leaf, rhs_leaf, _ = scales or (None, None, None)
+    x = gemm.recipe.cast(gemm, "lhs", lhs, ("fprop",), leaf=lhs_leaf)
+    w = gemm.recipe.cast(gemm, "rhs", rhs, ("fprop",), leaf=rhs_leaf)
+    return gemms.multiplied(gemms.fprop(gemm), x.of["fprop"], w.of["fprop"], gemm.recipe.multiply)
+
+
+def _forward(
+    gemm: Gemm, lhs: Array, rhs: Array, scales: Scales | None, bias: Any, seed: Any, fused: Any
+) -> tuple[Array, Any]:
+    """y, and each operand as the backward pass reads it."""
+    recipe, (lhs_leaf, rhs_leaf, grad_leaf) = gemm.recipe, scales or (None, None, None)
+    lhs, rhs = once(lhs), once(rhs)
+    x = recipe.cast(gemm, "lhs", lhs, recipe.narrow("lhs"), leaf=lhs_leaf, fused=fused)
+    w = recipe.cast(gemm, "rhs", rhs, recipe.narrow("rhs"), leaf=rhs_leaf)
+    y = gemms.multiplied(gemms.fprop(gemm), x.of["fprop"], w.of["fprop"], recipe.multiply)
+    kept_x = x.of["wgrad"] if recipe.wgrad is None else lhs
+    kept_w = w.of["dgrad"] if recipe.dgrad is None else rhs
+    kept = remat.packed((kept_x, kept_w, x.amax, w.amax, grad_leaf, seed))
+    return checkpoint_name(y, fused_casts.PRODUCT), kept
+
+
+def _backward(gemm: Gemm, kept: Any, grad: Array) -> tuple[Any, ...]:
+    """dx and dw; the amaxes, and the gradient of a bias."""
+    recipe, grad = gemm.recipe, once(grad)
+    x, w, lhs_amax, rhs_amax, leaf, seed = remat.unpacked(kept)
+    dgrad, wgrad = gemms.dgrad(gemm), gemms.wgrad(gemm)
+    if narrow := recipe.narrow("grad"):
+        fused = fused_casts.find(grad, dgrad.contract[0]) if recipe.has_state and not gemm.batch[0] else None
+        g = recipe.cast(gemm, "grad", grad, narrow, leaf=leaf, fused=fused, seed=seed)
+    else:
+        g = casts.no_cast(gemm, grad, leaf)
+    if recipe.dgrad is None:
+        dx = gemms.multiplied(dgrad, g.of["dgrad"], w, recipe.multiply)
+    else:
+        dx = gemms.in_bfloat16(dgrad, grad, w)
+    if recipe.wgrad is None:
+        dw = gemms.multiplied(wgrad, x, g.of["wgrad"], recipe.multiply)
+    else:
+        dw = gemms.in_bfloat16(wgrad, x, grad)
+    amaxes = None if g.amax is None else Scales(lhs_amax, rhs_amax, g.amax)
+    d_bias = None if g.sums is None else g.sums.astype(gemm.bias_dtype)
+    no_gradient = None if seed is None else np.zeros(seed.shape, jax.dtypes.float0)
+    return checkpoint_name(dx, fused_casts.PRODUCT).astype(gemm.lhs_dtype), dw, amaxes, d_bias, no_gradient, None
+
+
+_matmul.defvjp(_forward, _backward)
+
+
+# --- in which dtype, and whether in fp8 -------------------------------------------------------------------------------
 
 
 def warn_of_layer(layer: str, reason: str) -> None:
@@ -306,13 +404,10 @@ def by_own_amax(leaves: Sequence[Array], layer: str | None) -> bool:
     """
     if not leaves:
         return False
-    unmoved = ambient.is_in_loss() and any(leaf.dtype not in _MAX_DTYPES for leaf in leaves)
+    unmoved = ambient.is_in_loss() and any(leaf.dtype != compat.max_dtype() for leaf in leaves)
     if unmoved:
         ambient.now().notes.unmoved_scales[layer or "a layer"] = None
     return unmoved or ambient.FP8_CALIBRATING.value
-
-
-_MAX_DTYPES = (compat.max_dtype(), compat.max_dtype(marks_fp8=True))
 
 
 def traced_for(dtype: Any) -> Any:
@@ -320,14 +415,6 @@ def traced_for(dtype: Any) -> Any:
     lists, is_tracing = ambient.AUTOCAST.value
     lists = lists if is_tracing and dtype == jnp.float32 else None
     return dtype if lists is None or lists.dtype is None else jnp.dtype(lists.dtype)
-
-
-def _as_run(x: Array) -> Array:
-    """`x` in the dtype in which a matmul that reads it will run."""
-    dtype = traced_for(x.dtype)
-    converted = x if dtype == x.dtype else x.astype(dtype)
-    told.note_converted(x, converted)
-    return converted
 
 
 def _with_axis(sharding: Any, axis: int) -> Any:
@@ -358,13 +445,9 @@ def plain_dot_general(
     dimension_numbers: DimensionNumbers,
     preferred_element_type: Any,
     out_sharding: Any = None,
-    *,
-    scales: Scales | None = None,
 ) -> Array:
     """The product without fp8: both operands and the result in one dtype."""
     dtype = preferred_element_type or result_dtype(lhs, rhs)
-    if scales is not None and stored_kernels.holds_fp8(rhs, scales.rhs):
-        rhs = stored_kernels.dequantized(rhs, scales.rhs, dtype)
     return lax.dot_general(
         lhs.astype(dtype),
         rhs.astype(dtype),
@@ -375,9 +458,5 @@ def plain_dot_general(
 
 
 def result_dtype(lhs: Array, rhs: Array) -> Any:
-    """The narrower dtype, lhs's if both are equally wide: a float32 weight does not widen bfloat16 activations.
-
-    A weight in fp8 counts as bfloat16.
-    """
-    rhs_dtype = jnp.dtype(jnp.bfloat16) if stored_kernels.is_stored(rhs) else rhs.dtype
-    return lhs.dtype if lhs.dtype.itemsize <= rhs_dtype.itemsize else rhs_dtype
+    """The narrower dtype, lhs's if both are equally wide: a float32 weight does not widen bfloat16 activations."""
+    return lhs.dtype if lhs.dtype.itemsize <= rhs.dtype.itemsize else rhs.dtype

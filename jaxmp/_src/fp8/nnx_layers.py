@@ -13,9 +13,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxmp._src.base import by_identity
-from jaxmp._src.fp8 import call_order, chosen_layers, convolutions, einsum, layers as layers_lib, matmul, recipes
+from jaxmp._src.fp8 import chosen_layers, convolutions, einsum, layers as layers_lib, matmul
+from jaxmp._src.fp8.delayed import DelayedScaling
 
-_DEFAULT = recipes.DelayedScaling()
+_DEFAULT = DelayedScaling()
 
 
 class Fp8Scale(nnx.Param):
@@ -247,10 +248,9 @@ def to_fp8(
       recipe: the recipe of these layers, or a dict from patterns of their paths, or of levels
         above, to several; the first that fits counts. Give the same to `jaxmp.mixed_precision`.
       filter: which layers, by `(path, module) -> bool` or patterns; None for all but the first and the last layer with
-        weights (embeddings and convolutions count), in the order in which the model's `__call__` uses them. It is read
-        from the code; where that cannot be read, or does not show a use of each part, it is the order in which the
-        attributes were set. If a module
-        calls `attend`, the embedding is the last layer. A stack of layers, or a cell of `nnx.RNN`, is neither.
+        weights (embeddings and convolutions count), in the order in which the attributes were set. That may not be the
+        order in which they are called: a head that is declared first is called last. Then name the layers here. A stack
+        of layers, or a cell of `nnx.RNN`, is neither first nor last.
       rngs: for `NVFP4()`, which rounds gradients at random: `nnx.Rngs(rounding=seed)`.
 
     Returns:
@@ -270,7 +270,7 @@ def to_fp8(
     """
     rule = chosen_layers.Rule("jaxmp.nnx.to_fp8", recipe, filter)
     modules = _modules_in_order(model)
-    ends = _ends_of(model, modules) if filter is None else {}
+    ends = _ends_of(modules) if filter is None else {}
     found: list[tuple[str, str | None, bool]] = []
     converted, refused = [], False
     for path, layer in modules:
@@ -298,17 +298,6 @@ def to_fp8(
     has_own = any(isinstance(module, Fp8DotGeneral) for _, module in modules)
     rule.warn(found, idle_only=not found or (has_own and not refused))
     return converted
-
-
-def read_stored_kernels(model: nnx.Module) -> None:
-    """Lets the fp8 layers of `model` read kernels that are stored in fp8, in place.
-
-    flax's promotion would cast the fp8 numbers to a dtype in which the layer takes them for weights.
-    """
-    for _, module in nnx.iter_modules(model):
-        layer: Any = module
-        if _recipe_of(layer) is not None:
-            layer.promote_dtype = layers_lib.promotion(layer.promote_dtype, _FLAX_PROMOTES)
 
 
 def _recipe_of(layer: Any) -> Any:
@@ -366,21 +355,13 @@ def _names_in(function: Any) -> set[str]:
     return set(code.co_names).union(*map(_names_in, code.co_consts))
 
 
-def _ends_of(model: Any, modules: list[tuple[str, Any]]) -> dict[str, str]:
-    """The first and the last layer with weights that the call of the model uses."""
-    layers = [(path, layer) for path, layer in modules if isinstance(layer, _WITH_WEIGHTS)]
-    called = list(call_order.calls(model, _WITH_WEIGHTS))
-    order = [(path, x) for end in called[:1] + called[-1:] for path, x in layers if x is end] or layers[:1] + layers[
-        -1:
-    ]
-    embeddings = [(path, layer) for path, layer in layers if isinstance(layer, nnx.Embed)]
-    own = {cls for _, module in modules for cls in type(module).__mro__ if not cls.__module__.startswith("flax.")}
-    functions = [f for cls in own for f in vars(cls).values() if callable(f)]
-    if embeddings and any("attend" in _names_in(f) for f in functions):
-        order += embeddings[:1]
+def _ends_of(modules: list[tuple[str, Any]]) -> dict[str, str]:
+    """The first and the last layer with weights, in the order in which the attributes were set."""
     loops = [f"{path}/" if path else "" for path, module in modules if isinstance(module, nnx.RNN)]
     return chosen_layers.ends(
-        (path, bool(_stack_of(path, layer)) or any(path.startswith(loop) for loop in loops)) for path, layer in order
+        (path, bool(_stack_of(path, layer)) or any(path.startswith(loop) for loop in loops))
+        for path, layer in modules
+        if isinstance(layer, _WITH_WEIGHTS)
     )
 
 

@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxmp._src.base import compat
-from jaxmp._src.fp8 import matmul, operands, recipes, remat, shared_scales, stored_kernels
+from jaxmp._src.fp8 import matmul, recipe as recipe_lib, remat
 from jaxmp._src.fp8.first_derivatives import in_reverse, once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.fp8.matmul import Scales
@@ -63,8 +63,9 @@ def ragged_dot(
         that do not fit.
 
     Example:
+      >>> import jaxmp
       >>> x, experts, sizes = jnp.ones((5, 20)), jnp.ones((3, 20, 4)), jnp.array([2, 0, 3])
-      >>> ragged_dot(x, experts, sizes, recipe=recipes.CurrentScaling()).shape
+      >>> ragged_dot(x, experts, sizes, recipe=jaxmp.fp8.CurrentScaling()).shape
       (5, 4)
     """
     fits = lhs.ndim == 2 and rhs.ndim == 3 and lhs.shape[1] == rhs.shape[1] and group_sizes.shape == rhs.shape[:1]
@@ -73,84 +74,66 @@ def ragged_dot(
             f"ragged_dot takes lhs [m, k], rhs [g, k, n] and group_sizes [g]; got {lhs.shape}, {rhs.shape} and "
             f"{group_sizes.shape}"
         )
-    if not isinstance(recipe, recipes.DelayedScaling | recipes.CurrentScaling):
+    recipe_lib.check(recipe)
+    if not recipe.has_one_scale:
         raise ValueError(f"ragged_dot takes DelayedScaling() or CurrentScaling(); got {recipe!r}")
     if len(recipe.narrow("grad")) < 2:
         raise ValueError(f"ragged_dot computes all three products in fp8; got {recipe!r}. Leave dgrad= and wgrad= out.")
     matmul.check_scales(recipe, scales)
     matmul.note_use()
-    own_amax = matmul.by_own_amax(scales or (), None)
-    if scales is not None and not own_amax:  # rows that belong to no expert do not count
-        scales = scales._replace(lhs=shared_scales.leaf_for(scales.lhs, (recipe, "rows"), lhs, group_sizes))
     axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs) | compat.varying_axes(group_sizes))
     lhs, rhs, group_sizes = (compat.as_varying(x, axes) for x in (lhs, rhs, group_sizes))
     if backend.oldest_gpu() is not None and (reason := grouped.why_not() or backend.why_not_here((lhs, rhs))):
         matmul.warn_of_fallback(jnp.dtype(jnp.bfloat16), f"{reason}.", None)
     gemm = Gemm(
+        recipe=recipe,
         contract=((1,), (1,)),
         batch=((), (0,)),
-        forward_dtype=recipe.dtype(backward=False),
-        backward_dtype=recipe.dtype(backward=True),
-        holds_log2=recipe.power_of_two,
+        ndims=(2, 3),
         lhs_dtype=lhs.dtype,
         rhs_dtype=rhs.dtype,
         out_dtype=jnp.dtype(preferred_element_type or matmul.result_dtype(lhs, rhs)),
-        by_own_amax=own_amax,
+        dgrad_dtype=lhs.dtype,
+        by_own_amax=matmul.by_own_amax(scales or (), None),
     )
-    return in_reverse(_ragged_dot)(gemm, recipe, lhs, rhs, group_sizes, scales)
+    return in_reverse(_ragged_dot)(gemm, lhs, rhs, group_sizes, scales)
 
 
-def plain_ragged_dot(
-    lhs: Array, rhs: Array, group_sizes: Array, preferred_element_type: Any, scales: Scales | None
-) -> Array:
+def plain_ragged_dot(lhs: Array, rhs: Array, group_sizes: Array, preferred_element_type: Any) -> Array:
     """The product without fp8: both operands and the result in one dtype."""
     dtype = preferred_element_type or matmul.result_dtype(lhs, rhs)
-    if scales is not None and stored_kernels.holds_fp8(rhs, scales.rhs):
-        rhs = stored_kernels.dequantized(rhs, scales.rhs, dtype)
     return lax.ragged_dot(
         lhs.astype(dtype), rhs.astype(dtype), group_sizes, preferred_element_type=preferred_element_type
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ragged_dot(gemm: Gemm, recipe: Any, lhs: Array, rhs: Array, group_sizes: Array, scales: Scales | None) -> Array:
-    return _forward(gemm, recipe, lhs, rhs, group_sizes, scales)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ragged_dot(gemm: Gemm, lhs: Array, rhs: Array, group_sizes: Array, scales: Scales | None) -> Array:
+    return _forward(gemm, lhs, rhs, group_sizes, scales)[0]
 
 
-def _forward(
-    gemm: Gemm, recipe: Any, lhs: Array, rhs: Array, group_sizes: Array, scales: Scales | None
-) -> tuple[Array, Any]:
+def _forward(gemm: Gemm, lhs: Array, rhs: Array, group_sizes: Array, scales: Scales | None) -> tuple[Array, Any]:
+    lhs_leaf, rhs_leaf, grad_leaf = scales or (None, None, None)
     lhs, rhs = once(_in_groups(lhs, group_sizes)), once(rhs)
-    if scales is None:
-        lhs_q = matmul.quantize_by_itself(recipe, lhs, gemm.forward_dtype, (), backward=False)
-        rhs_q = matmul.quantize_by_itself(recipe, rhs, gemm.forward_dtype, (), backward=False)
-        amaxes = None
-    else:
-        lhs_q, lhs_amax = operands.quantize(gemm, lhs, scales.lhs, gemm.forward_dtype)
-        rhs_q, rhs_amax = matmul.quantize_rhs(gemm, rhs, scales.rhs, None)
-        amaxes = lhs_amax, rhs_amax, scales.grad
+    x = gemm.recipe.cast(gemm, "lhs", lhs, ("fprop", "wgrad"), leaf=lhs_leaf)
+    w = gemm.recipe.cast(gemm, "rhs", rhs, ("fprop", "dgrad"), leaf=rhs_leaf)
+    x_q, w_q = x.of["fprop"], w.of["fprop"]
     with jax.named_scope("jaxmp.fp8_fprop"):
-        out = _product(grouped.by_expert, lhs_q, rhs_q, group_sizes, gemm.out_dtype)
-    return out, (remat.packed((lhs_q, rhs_q)), group_sizes, amaxes)
+        y = _product(grouped.by_expert, x_q, w_q, group_sizes, gemm.out_dtype)
+    return y, (remat.packed((x_q, w_q)), group_sizes, x.amax, w.amax, grad_leaf)
 
 
-def _backward(gemm: Gemm, recipe: Any, residuals: Any, grad: Array) -> tuple[Any, ...]:
-    quantized, group_sizes, amaxes = residuals
-    lhs_q, rhs_q = remat.unpacked(quantized)
-    grad = once(_in_groups(grad, group_sizes))
-    if amaxes is None:
-        grad_q = matmul.quantize_by_itself(recipe, grad, gemm.backward_dtype, (), backward=True)
-        moved = None
-    else:
-        lhs_amax, rhs_amax, grad_leaf = amaxes
-        grad_q, grad_amax = operands.quantize(gemm, grad, grad_leaf, gemm.backward_dtype)
-        moved = Scales(lhs_amax, rhs_amax, grad_amax)
+def _backward(gemm: Gemm, kept: Any, grad: Array) -> tuple[Any, ...]:
+    quantized, group_sizes, lhs_amax, rhs_amax, leaf = kept
+    x_q, w_q = remat.unpacked(quantized)
+    g = gemm.recipe.cast(gemm, "grad", once(_in_groups(grad, group_sizes)), ("dgrad", "wgrad"), leaf=leaf)
+    g_q = g.of["dgrad"]
     with jax.named_scope("jaxmp.fp8_dgrad"):
-        d_lhs = _product(grouped.by_expert, grad_q, rhs_q, group_sizes, gemm.lhs_dtype, transposed=True)
+        dx = _product(grouped.by_expert, g_q, w_q, group_sizes, gemm.lhs_dtype, transposed=True)
     with jax.named_scope("jaxmp.fp8_wgrad"):
-        d_rhs = _product(grouped.per_expert, lhs_q, grad_q, group_sizes, gemm.rhs_dtype)
+        dw = _product(grouped.per_expert, x_q, g_q, group_sizes, gemm.rhs_dtype)
     no_gradient = np.zeros(group_sizes.shape, jax.dtypes.float0)
-    return d_lhs, d_rhs, no_gradient, moved
+    return dx, dw, no_gradient, None if g.amax is None else Scales(lhs_amax, rhs_amax, g.amax)
 
 
 _ragged_dot.defvjp(_forward, _backward)

@@ -44,6 +44,12 @@ def scale_from_amax(
     return jnp.where(float_bits.is_positive_finite(amax), scale, jnp.asarray(fallback, jnp.float32))
 
 
+def saturates(amax: Float[Array, "..."], scale: Float[Array, "..."], fp8_max: float) -> Any:
+    """Whether the cast of a tensor with this amax clips, bool[...]."""
+    # A scale that is no power of two is rounded, and so is its product with amax: both may be an ulp above.
+    return amax * scale > np.float32(fp8_max * (1 + 2.0**-22))
+
+
 def current_scale(
     amax: Float[Array, "..."],
     dtype: Any,

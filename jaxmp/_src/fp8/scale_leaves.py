@@ -296,6 +296,6 @@ def max_of_scales(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> PyTre
 
     def scatter(path: str, amax: Array) -> Array:
         shared, start = slots[path]
-        return records[shared][start : start + amax.size].reshape(*amax.shape, 3)
+        return records[shared][start : start + amax.size].reshape(*amax.shape, amax_records.SIZE)
 
     return map_scales(scatter, grads)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.fp8.scheme import has_state
+from jaxmp._src.fp8.recipe import has_state
 from jaxmp._src.step import scales
 from jaxmp._src.step.state import Fp8State
 

@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 from jaxmp._src.base import signatures, tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives, host_memory
-from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.guard import argument_kinds, compute_dtypes, scale_reads, state_readers
 from jaxmp._src.guard.batch import look_at_batch
 from jaxmp._src.numerics import casting
@@ -42,7 +42,6 @@ def value_and_grad(
     accumulate_argnums: int | Sequence[int] | None = None,
     carry_argnum: int | None = None,
     axis_name: collectives.AxisName = "auto",
-    keep_fp8_weights: bool = False,
 ) -> Callable[..., Any]:
     if not isinstance(argnums, int) and not (
         isinstance(argnums, Sequence) and all(isinstance(i, int) for i in argnums)
@@ -62,7 +61,6 @@ def value_and_grad(
         accumulate_argnums=accumulate_argnums,
         carry_argnum=carry_argnum,
         axis_name=axis_name,
-        keep_fp8_weights=keep_fp8_weights,
     )
     gradients()  # checks the arguments
 
@@ -199,7 +197,7 @@ def look_at_params(params: dict[int, PyTree], k: int) -> None:
         )
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         as_array = jnp.asarray(x) if isinstance(x, (int, float, complex)) else x
-        if not (casting.is_float(as_array) or stored_kernels.is_stored(x)):
+        if not casting.is_float(as_array):
             raise TypeError(
                 f"gradients of a scaled loss need float params; got {getattr(x, 'dtype', type(x).__name__)} at "
                 f"argument {tree_paths.path_str(path)}. Pass such leaves in another argument, which is not in argnums."

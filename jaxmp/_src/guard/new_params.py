@@ -11,7 +11,7 @@ import optax
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.step import leaf_paths, reload_masters, state as states
 from jaxmp._src.step.reload_masters import is_array
 
@@ -93,8 +93,8 @@ def _check_fits(new: dict[str, Any], expected: dict[str, Any], caller: str) -> N
                 f"{caller}: new params must be arrays with the shapes of the old ones; got {got} at {path}, expected "
                 f"{like.shape}."
             )
-        takes_floats = like.dtype in _FLOATS or stored_kernels.is_stored(like)
-        if x.dtype != like.dtype and not (takes_floats and (x.dtype in _FLOATS or stored_kernels.is_stored(x))):
+        takes_floats = like.dtype in _FLOATS
+        if x.dtype != like.dtype and not (takes_floats and x.dtype in _FLOATS):
             wanted = "float32, or the dtype of the old one" if takes_floats else str(like.dtype)
             raise ValueError(
                 f"{caller}: a new param must be in {wanted}; got {x.dtype} at {path}. Cast it: "

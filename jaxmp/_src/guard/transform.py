@@ -18,7 +18,7 @@ from jaxmp._src.base import ambient, compat, tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives
 from jaxmp._src.distributed import reduce
-from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.guard import (
     argument_kinds,
     averages,
@@ -280,8 +280,7 @@ def _refuse_gradient(path: Any, g: Any) -> None:
     raise TypeError(
         f"gradients must be float arrays; got {getattr(g, 'dtype', type(g).__name__)} at {tree_paths.path_str(path)}. "
         + (
-            "Differentiate float params only, and keep others outside of the tree; with kernels stored in fp8, "
-            "differentiate by jaxmp.value_and_grad."
+            "Differentiate float params only, and keep others outside of the tree."
             if hasattr(g, "dtype")
             else "Pass the gradients alone: loss, grads = jaxmp.value_and_grad(...)(...)."
         )
@@ -304,12 +303,11 @@ def _look_at_masters(rule: Rule, state: StepState, params: PyTree, *, adds: bool
         )
     own = scale_leaves.partition(params)[1] if rule.moves_scales is not None else params
     units, treedef = tree_paths.boxed_leaves(own)
-    dtype_of = masters.param_dtypes(policy, params)
     suspects = []
     for i, ((path, unit), master) in enumerate(
         zip(units, masters.by_unit(treedef, state.master_params, own), strict=True)
     ):
-        expected, is_frozen = dtype_of(path), _is_masked(master)
+        expected, is_frozen = policy.param_dtype_of(path), _is_masked(master)
         for x in jax.tree.leaves(unit):
             if not is_frozen and x.dtype != expected:
                 raise ValueError(
@@ -320,7 +318,7 @@ def _look_at_masters(rule: Rule, state: StepState, params: PyTree, *, adds: bool
             if casting.is_low_precision(x.dtype) and not casting.is_low_precision(expected):
                 suspects.append((i, path, x.dtype))
         if not is_frozen:
-            _look_at_master(rule, path, unit, master, adds=adds and expected == jnp.float8_e4m3fn)
+            _look_at_master(rule, path, unit, master)
     frozen = frozen_leaves.frozen_leaves(rule.optimizer.inner, own) if suspects else []
     for i, path, dtype in suspects:
         if not frozen[i]:
@@ -331,10 +329,8 @@ def _look_at_masters(rule: Rule, state: StepState, params: PyTree, *, adds: bool
             )
 
 
-def _look_at_master(rule: Rule, path: str, unit: PyTree, master: PyTree, *, adds: bool) -> None:
+def _look_at_master(rule: Rule, path: str, unit: PyTree, master: PyTree) -> None:
     """Raises for a master of another kind than the transform was made for, or of another shape."""
-    if adds:
-        stored_kernels.refuse_update(path)
     wanted = None if rule.remainder is None else 8 * jnp.dtype(rule.remainder).itemsize
     start = "start from the float32 masters: jaxmp.get_master_params and jaxmp.wrap_state."
     for param, x in zip(jax.tree.leaves(unit), jax.tree.leaves(master), strict=False):

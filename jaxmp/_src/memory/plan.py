@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from jaxmp._src.base import tables, tree_paths
 from jaxmp._src.devices import per_device, shardings
-from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.fp8 import amax_records, scale_leaves
 from jaxmp._src.step import state as states
 from jaxmp._src.step.optimizers import as_transformation
 from jaxmp._src.step.policy import Policy, get_policy
@@ -177,9 +177,7 @@ def _shapes(params: PyTree) -> PyTree:
 def _gradient_of(path: str, x: Any, policy: Policy) -> Any:
     """The shape of the gradient of a stored param."""
     if scale_leaves.is_scale(path):
-        return jax.ShapeDtypeStruct((*x.shape, 3), x.dtype)  # a record of its amax
-    if stored_kernels.is_stored(x):
-        return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+        return jax.ShapeDtypeStruct((*x.shape, amax_records.SIZE), x.dtype)
     return x if policy.reduce_dtype is None else jax.ShapeDtypeStruct(x.shape, policy.reduce_dtype)
 
 

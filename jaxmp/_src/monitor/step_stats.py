@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import collectives, shardings
-from jaxmp._src.fp8 import amax_records, scale_leaves, stored_kernels
+from jaxmp._src.fp8 import amax_records, scale_equations, scale_leaves
 from jaxmp._src.guard import state_readers
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import TensorStats
@@ -228,7 +228,7 @@ def _may_stay(opt_state: Any, params: PyTree, may_be_frozen: Paths) -> Paths:
 
 
 def _frozen(opt_state: Any, params: PyTree) -> set[str]:
-    """The paths of params in 16 or 8 bits without a master although others may have one: they never move."""
+    """The paths of params in 16 bits without a master although others may have one: they never move."""
     if not states.with_masters(opt_state):
         return set()
     units, treedef = tree_paths.boxed_leaves(params)
@@ -236,8 +236,7 @@ def _frozen(opt_state: Any, params: PyTree) -> set[str]:
     return {
         path
         for (path, unit), master in zip(units, masters, strict=True)
-        if master is None
-        and any(casting.is_low_precision(x.dtype) or stored_kernels.is_stored(x) for x in jax.tree.leaves(unit))
+        if master is None and any(casting.is_low_precision(x.dtype) for x in jax.tree.leaves(unit))
     }
 
 
@@ -255,10 +254,6 @@ def _fp8_stats(grads: PyTree, opt_state: Any, params: PyTree, axes: tuple[str, .
     grads = scale_leaves.map_scales(
         lambda path, g: amax_records.observe([(g, leaves[path])]).amax.reshape(leaves[path].shape), grads
     )
-    # The gradient of a stored kernel's leaf is no amax; it only says that the layer ran.
-    if stored_kernels.stored_pairs(params):
-        masters = states.masters_of(opt_state, params)
-        grads = stored_kernels.leave(grads, stored_kernels.amaxes_of(masters, params))
     for path, amax in tree_paths.leaves_by_path(grads).items():
         if not scale_leaves.is_scale(path):
             continue
@@ -266,7 +261,7 @@ def _fp8_stats(grads: PyTree, opt_state: Any, params: PyTree, axes: tuple[str, .
         scale, _ = scale_leaves.scale_of(leaves[path], holds_log2=holds_log2)
         amax = collectives.max_over(amax, axes)
         found.amax[path], found.scale[path] = amax, scale
-        found.saturated[path] = amax * scale > np.float32(jnp.finfo(dtype).max)
+        found.saturated[path] = scale_equations.saturates(amax, scale, float(jnp.finfo(dtype).max))
     return found
 
 

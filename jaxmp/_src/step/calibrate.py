@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.base.progress import Progress
 from jaxmp._src.devices import collectives
-from jaxmp._src.fp8 import layers, scale_leaves, stored_kernels
+from jaxmp._src.fp8 import layers, scale_leaves
 from jaxmp._src.programs import array_functions
 from jaxmp._src.step import state as states, transform
 from jaxmp._src.step.value_and_grad import value_and_grad
@@ -130,10 +130,8 @@ def calibrate(
         amaxes, scales, histories = jax.jit(lambda values: inputs.call(one_pass, values))(inputs.values)
         _check_finite(amaxes)
     params = _selected(args, argnums)
-    # A kernel that is stored in fp8 is written with the scale of its leaf, and both stay.
-    stored = set(stored_kernels.stored_pairs(params).values())
     scales = tree_paths.leaves_by_path(scales)
-    new = tree_paths.map_with_path(lambda path, old: old if path in stored else scales.get(path, old), params)
+    new = tree_paths.map_with_path(lambda path, old: scales.get(path, old), params)
     left = iter(histories)
     return new, jax.tree.map(lambda x: next(left) if _is_fp8(x) else x, opt_state, is_leaf=_is_fp8)
 

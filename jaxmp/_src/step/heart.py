@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives, host_memory
-from jaxmp._src.fp8 import amax_records, scale_leaves, stored_kernels
+from jaxmp._src.fp8 import amax_records, scale_leaves
 from jaxmp._src.loss_scale import static
 from jaxmp._src.numerics import casting, float_bits, reductions
 from jaxmp._src.step import masters, optimizers, scales, state as states
@@ -137,7 +137,7 @@ def step(
     pairs = weights.pairs()
     number: Any = 0 if state.rounding_count is None else optax.safe_increment(state.rounding_count)
     told = optimizers.Step(decision.taken, measured.norm, number, adds, extra)
-    beside = _beside(rule, amaxes, scale_params, state, before_state, weights, pairs, params, number, adds=adds)
+    beside = _beside(rule, amaxes, scale_params, state, before_state, number, adds=adds)
     moved = rule.optimizer.move(told, gradients, state.optimizer_state, pairs, own_params, beside)
     new_scales, fp8_scales, rounding_count, before_state = moved.others
 
@@ -147,9 +147,6 @@ def step(
         if rule.moves_scales is not None:
             as_array = lambda x, p: jnp.full_like(p, x) if isinstance(x, float) else x  # noqa: E731
             new = scale_leaves.merge(jax.tree.map(as_array, new_scales, scale_params), new)
-        if rule.policy is not None and rule.policy.fp8_weights and not adds:
-            before = None if isinstance(rule.optimizer, optimizers.Fused) else params  # whose pass is a kernel's
-            new = stored_kernels.write(new, weights.by_param(new_masters), before)
     with jax.named_scope("jaxmp.count"):  # nothing waits for it
         counts = {**measured.counts, **collectives.as_common(dict(moved.counts), rule.axis_name)}
         pinned = scaler.is_pinned(decision.finite) if hasattr(scaler, "is_pinned") else np.bool_(False)
@@ -277,16 +274,11 @@ def _beside(
     scale_params: PyTree,
     state: StepState,
     before_state: Any,
-    weights: masters.Weights,
-    pairs: list[masters.Pair],
-    params: PyTree,
     number: Any,
     *,
     adds: bool,
 ) -> optimizers.Beside:
     """What moves beside the weights: fp8 scales and histories, the count of roundings, the state of `before`."""
-    if rule.moves_scales is not None and rule.policy is not None and rule.policy.fp8_weights:
-        amaxes = scales.observed(amaxes, scale_params, weights.by_param(None), params)
     with jax.named_scope("jaxmp.update_amax"):
         observed = None if rule.moves_scales is None else rule.moves_scales.observe(amaxes, scale_params)
 

@@ -19,7 +19,7 @@ A step works on `Pair`s, one for each leaf:
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.fp8 import scale_leaves, stored_kernels
+from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import frozen_leaves
 from jaxmp._src.step import leaf_paths
@@ -81,15 +81,13 @@ class Weights(NamedTuple):
         for unit, master in zip(self.units, self.masters, strict=True):
             leaves = jax.tree.leaves(unit)
             if isinstance(master, optax.MaskedNode):
-                is_short = lambda p: casting.is_low_precision(p.dtype) or stored_kernels.is_stored(p)  # noqa: E731
-                pairs += [Pair(p, None) if is_short(p) else Pair(None, p) for p in leaves]
+                pairs += [Pair(p, None) if casting.is_low_precision(p.dtype) else Pair(None, p) for p in leaves]
             else:
-                of_master = zip(leaves, jax.tree.leaves(master), strict=True)
-                pairs += [Pair(None if p.dtype == jnp.float8_e4m3fn else p, m) for p, m in of_master]
+                pairs += [Pair(p, m) for p, m in zip(leaves, jax.tree.leaves(master), strict=True)]
         return pairs
 
     def put_back(self, pairs: Sequence[Pair]) -> tuple[PyTree, PyTree | None]:
-        """(params, masters) from the pairs after a step. Kernels in fp8 are those of before."""
+        """(params, masters) from the pairs after a step."""
         left, units, masters = iter(pairs), [], []
         for unit, master in zip(self.units, self.masters or [optax.MaskedNode()] * len(self.units), strict=True):
             leaves, structure = jax.tree.flatten(unit)
@@ -98,8 +96,7 @@ class Weights(NamedTuple):
                 units.append(structure.unflatten([q.master if q.param is None else q.param for q in own]))
                 masters.append(master)
             else:
-                written = [p if q.param is None else q.param for p, q in zip(leaves, own, strict=True)]
-                units.append(structure.unflatten(written))
+                units.append(structure.unflatten([q.param for q in own]))
                 masters.append(jax.tree.unflatten(jax.tree.structure(master), [q.master for q in own]))
         return self.treedef.unflatten(units), None if self.masters is None else self.treedef.unflatten(masters)
 
@@ -116,7 +113,7 @@ class Weights(NamedTuple):
                 new = next(left)
                 if isinstance(master, optax.MaskedNode) and new.param is None:
                     moves.append(new.master)
-                elif isinstance(master, optax.MaskedNode) or stored_kernels.is_stored(p):  # frozen, or written later
+                elif isinstance(master, optax.MaskedNode):  # frozen
                     moves.append(jnp.full(p.shape, -0.0, jnp.float32))
                 else:
                     move = casting.round_to(new.master, p.dtype) - p.astype(jnp.float32)
@@ -233,19 +230,18 @@ def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> P
     frozen = (
         frozen_leaves.frozen_leaves(inner, full) if len(jax.tree.leaves(params)) == len(units) else [False] * len(units)
     )
-    dtype_of = param_dtypes(policy, params)
     masters = []
     for (path, unit), full_unit, is_frozen in zip(units, full_units, frozen, strict=True):
         for x in jax.tree.leaves(unit):
             if not is_frozen and not casting.is_float(x):
                 raise TypeError(
                     f"an optimizer updates float params; got {getattr(x, 'dtype', type(x).__name__)} at {path}. Call "
-                    f"tx.init with float32 params, before they are cast to fp8; keep such leaves outside params, or "
+                    f"tx.init with float32 params; keep such leaves outside params, or "
                     f"freeze them with optax.multi_transform and optax.set_to_zero."
                 )
         # jax leaves out selections between arrays without elements, so the program does not show which are frozen.
         is_empty = all(casting.is_float(x) and x.size == 0 for x in jax.tree.leaves(unit))
-        needs_master = dtype_of(path).itemsize <= 2 and (is_empty or not is_frozen)
+        needs_master = policy.param_dtype_of(path).itemsize <= 2 and (is_empty or not is_frozen)
         masters.append(full_unit if needs_master else optax.MaskedNode())
     return treedef.unflatten(masters)
 
@@ -253,18 +249,11 @@ def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> P
 def _split_masters(policy: Policy, params: PyTree, masters: PyTree, dtype: Any) -> PyTree:
     """`masters` with a remainder in place of each master of a bfloat16 param."""
     units, treedef = tree_paths.boxed_leaves(params)
-    dtype_of = param_dtypes(policy, params)
     short = [
-        jax.tree.map(lambda m: boxed_remainder(m, dtype), master) if dtype_of(path) == jnp.bfloat16 else master
-        for (path, _), master in zip(units, treedef.flatten_up_to(masters), strict=True)
+        jax.tree.map(lambda m: boxed_remainder(m, dtype), m) if policy.param_dtype_of(path) == jnp.bfloat16 else m
+        for (path, _), m in zip(units, treedef.flatten_up_to(masters), strict=True)
     ]
     return tree_paths.with_boxes_inside(treedef.unflatten(short))
-
-
-def param_dtypes(policy: Policy, params: PyTree) -> Callable[[str], Any]:
-    """Function from a path of this tree to the dtype in which the policy stores the param."""
-    stored = stored_kernels.pairs(params) if policy.fp8_weights else {}
-    return lambda path: jnp.dtype(jnp.float8_e4m3fn) if path in stored else policy.param_dtype_of(path)
 
 
 def by_unit(treedef: Any, masters: PyTree, params: PyTree, may_be_frozen: bool = False) -> list[Any]:

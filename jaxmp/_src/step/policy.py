@@ -35,7 +35,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.fp8 import recipes, scale_leaves, stored_kernels
+from jaxmp._src.fp8 import delayed, scale_leaves
 from jaxmp._src.numerics import casting, formats
 
 _PRESETS: dict[str, tuple[Any, Any, Any, str | None]] = {
@@ -92,7 +92,6 @@ class Policy(jmp.Policy):
       says_keep_fp32: whether the user said `keep_fp32`, also `()`; if not, that of a TrainState holds. Not compared.
       matmul_precision: precision of float32 matmuls inside `default_matmul_precision()`; None leaves jax's own.
       recipe: fp8 recipe of the policy's matmuls, a `DelayedScaling()` for "fp8"; None: no fp8.
-      fp8_weights: whether kernels of fp8 layers are stored in fp8; see `get_policy`.
       reduce_dtype: float32, or None, in which `value_and_grad` makes gradients, so that devices sum them in it; None:
         in the compute dtype, as by `jax.grad` of an autocast function. `"auto"` becomes float32 for float32 params and
         16-bit computation without fp8, else None.
@@ -107,7 +106,6 @@ class Policy(jmp.Policy):
     keep_fp32: tuple[str, ...] = ()
     matmul_precision: str | None = None
     recipe: Any = None
-    fp8_weights: bool = False
     says_keep_fp32: bool = dataclasses.field(default=False, compare=False)
     reduce_dtype: Any = "auto"
 
@@ -210,11 +208,8 @@ class Policy(jmp.Policy):
         Returns:
           A tree of the same structure and shapes.
         """
-        stored = (
-            stored_kernels.store(tree) if self.fp8_weights else tree
-        )  # before the cast below, so kernels are rounded once
         return tree_paths.map_with_path(
-            lambda path, x: casting.cast_float(x, self.param_dtype_of(path), saturate=True), stored
+            lambda path, x: casting.cast_float(x, self.param_dtype_of(path), saturate=True), tree
         )
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
@@ -251,7 +246,6 @@ def get_policy(
     policy: str | jmp.Policy,
     *,
     keep_fp32: str | Sequence[str] | None = None,
-    fp8_weights: bool = False,
     reduce_dtype: Any = "auto",
 ) -> Policy:
     """The policy of a name, a jmp string or a jmp policy.
@@ -263,8 +257,6 @@ def get_policy(
         `jmp.Policy`; or a `Policy`, whose patterns are extended by those of `keep_fp32`.
       keep_fp32: patterns of paths such as `"encoder/LayerNorm_0/scale"`; leaves that fit one stay float32, and under
         the policy a flax layer whose params all fit (`"head/*"`) computes in float32. `()`: none stays.
-      fp8_weights: whether `cast_to_param` stores the kernels of layers with delayed fp8 scaling in fp8, one byte per
-        weight. They then have float32 masters and bfloat16 gradients, and only `jaxmp.apply_gradients` can write them.
       reduce_dtype: float32: `value_and_grad` makes the gradients of weights in float32 (the products of 16-bit
         matrices, and sums over rows), so that devices sum them in float32: XLA under plain jit, and your own `pmean` in
         `jax.shard_map`. It returns float32 gradients, which take 2 more bytes for each 16-bit param, and an all-reduce
@@ -291,7 +283,7 @@ def get_policy(
       >>> get_policy("bf16-mixed") == get_policy("params=float32,compute=bfloat16,output=float32")
       True
     """
-    made = _made_from(policy, () if keep_fp32 is None else tree_paths.patterns_of(keep_fp32), fp8_weights)
+    made = _made_from(policy, () if keep_fp32 is None else tree_paths.patterns_of(keep_fp32))
     if keep_fp32 is not None:
         made = dataclasses.replace(made, says_keep_fp32=True)
     if not (isinstance(reduce_dtype, str) and reduce_dtype == "auto"):
@@ -304,14 +296,12 @@ def get_policy(
     return made
 
 
-def _made_from(policy: str | jmp.Policy, keep_fp32: tuple[str, ...], fp8_weights: bool) -> Policy:
-    if fp8_weights:
-        return dataclasses.replace(get_policy(policy, keep_fp32=keep_fp32), fp8_weights=True)
+def _made_from(policy: str | jmp.Policy, keep_fp32: tuple[str, ...]) -> Policy:
     if isinstance(policy, Policy):
         return dataclasses.replace(policy, keep_fp32=policy.keep_fp32 + keep_fp32)
     if isinstance(policy, str) and policy in _PRESETS:
         param, compute, output, precision = _PRESETS[policy]
-        recipe = recipes.DelayedScaling() if policy == "fp8" else None
+        recipe = delayed.DelayedScaling() if policy == "fp8" else None
         return Policy(param, compute, output, keep_fp32, precision, recipe)
     if isinstance(policy, str) and policy in _ALIASES:
         return get_policy(_ALIASES[policy], keep_fp32=keep_fp32)

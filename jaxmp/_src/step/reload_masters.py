@@ -19,7 +19,6 @@ from jaxtyping import Array, PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import host_memory
-from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import leaf_paths, masters as masters_lib, state as states, state_arrays
 
@@ -86,15 +85,11 @@ def follow(
     if not jax.tree.leaves(masters):
         return cast, opt_state
     full, full_before = in_float32(new), in_float32(old)
-    stored = stored_kernels.stored_pairs(params)
 
     def new_master(path: str, master: Array) -> Array:
-        if new[path] is old[path] and (path not in stored or new[stored[path]] is old[stored[path]]):
+        if new[path] is old[path]:
             return master
-        if path in stored:
-            rounded = stored_kernels.cast(full_before(path), new[stored[path]])
-        else:
-            rounded = casting.cast_float(full_before(path), jnp.asarray(new[path]).dtype, saturate=True)
+        rounded = casting.cast_float(full_before(path), jnp.asarray(new[path]).dtype, saturate=True)
         made = _as_master(full(path), master)
         kept = jnp.where(rounded == new[path], host_memory.to_device(jnp.asarray(master)), host_memory.to_device(made))
         return _placed(kept, master)
@@ -111,16 +106,7 @@ def is_followed(opt_state: Any, new: dict[str, Any], old: dict[str, Any]) -> boo
 def _in_dtypes_of(old: dict[str, Any], params: PyTree) -> PyTree:
     """`params` in the dtypes that those before have, by path."""
 
-    def cast(path: str, x: Any) -> Any:
-        like = old[path]
-        if stored_kernels.is_stored(x) != stored_kernels.is_stored(like):
-            raise ValueError(
-                f"replace(params=): a kernel that is stored in fp8 stays so, and no other becomes one; got {x.dtype} "
-                f"at {path}, where the old one has {like.dtype}. Cast the params by policy.cast_to_param."
-            )
-        return x if stored_kernels.is_stored(x) else casting.cast_float(x, like.dtype, saturate=True)
-
-    return tree_paths.map_with_path(cast, params)
+    return tree_paths.map_with_path(lambda path, x: casting.cast_float(x, old[path].dtype, saturate=True), params)
 
 
 def is_array(x: Any) -> bool:
@@ -128,16 +114,8 @@ def is_array(x: Any) -> bool:
 
 
 def in_float32(leaves: dict[str, Any]) -> Callable[[str], Any]:
-    """The value of a param by its path: floats in float32, kernels stored in fp8 multiplied out; others unchanged."""
-    stored = stored_kernels.pairs(leaves) if any(map(stored_kernels.is_stored, leaves.values())) else {}
-
-    def value(path: str) -> Any:
-        x = leaves[path]
-        if stored_kernels.is_stored(x) and path in stored:
-            return stored_kernels.dequantized(x, leaves[stored[path]], jnp.float32)
-        return casting.cast_float(jnp.asarray(x), jnp.float32)
-
-    return value
+    """The value of a param by its path: floats in float32; others unchanged."""
+    return lambda path: casting.cast_float(jnp.asarray(leaves[path]), jnp.float32)
 
 
 def _with_masters(opt_state: Any, new_master: Callable[[str, Array], Array], foreign: PyTree) -> Any:

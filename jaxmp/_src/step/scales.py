@@ -19,10 +19,9 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.base.warn import warn
-from jaxmp._src.devices import collectives
-from jaxmp._src.fp8 import amax_records, scale_leaves, stored_kernels
-from jaxmp._src.fp8.recipes import AmaxState, DelayedScaling
-from jaxmp._src.fp8.scheme import has_state
+from jaxmp._src.fp8 import amax_records, scale_equations, scale_leaves
+from jaxmp._src.fp8.delayed import AmaxState, DelayedScaling
+from jaxmp._src.fp8.recipe import has_state
 from jaxmp._src.numerics import reductions
 from jaxmp._src.numerics.float_bits import log2_of_power_of_two, power_of_two
 from jaxmp._src.step.state import Fp8State, find
@@ -108,13 +107,16 @@ def update_amax(recipe: Recipe) -> MovesScales:
         amaxes: list[Any] = [None] * len(leaves)
         states, saturated, unused, spoiled = [], *(jnp.zeros((), jnp.float32) for _ in range(3))
         for group, seen, old in zip(groups, observed, state.amax_states, strict=True):
-            amax = seen.amax  # [n]
+            # [n]; of a record that was spoiled, the largest that is known
+            amax = jnp.where(seen.is_spoiled, jnp.maximum(seen.amax, old.amax_history.max(0)), seen.amax)
             before = _flat([leaves[i] for i in group.indices])
-            # Trust the leaf, not the state: the leaf may come from a checkpoint, or from stored weights.
+            # Trust the leaf, not the state: the leaf may come from a checkpoint.
             old = old._replace(scale=power_of_two(before) if group.recipe.power_of_two else before)
             new = group.recipe.update(old, amax, backward=group.backward)
-            limit = np.float32(jnp.finfo(group.recipe.dtype(backward=group.backward)).max)
-            saturated += jnp.sum((amax * old.scale > limit) & (amax < jnp.inf)).astype(jnp.float32)
+            limit = float(jnp.finfo(group.recipe.dtype(backward=group.backward)).max)
+            saturated += jnp.sum(scale_equations.saturates(amax, old.scale, limit) & (amax < jnp.inf)).astype(
+                jnp.float32
+            )
             unused += jnp.sum(~seen.is_used).astype(jnp.float32)
             spoiled += jnp.sum(seen.is_spoiled).astype(jnp.float32)
             if group.recipe.power_of_two:
@@ -141,31 +143,6 @@ def update_amax(recipe: Recipe) -> MovesScales:
     made = MovesScales(init_fn, update_fn)
     made.recipe, made.observe, made.move = recipe, observe, move
     return made
-
-
-def observed(amaxes: PyTree, scale_params: PyTree, masters: PyTree, params: PyTree) -> PyTree:
-    """`amaxes`, with those of kernels that are stored in fp8, which are found in their masters.
-
-    Args:
-      amaxes: the "gradients" of scale leaves, records or amaxes.
-      scale_params: the leaves themselves.
-      masters: of all params, from `masters.by_param`.
-      params: all params.
-    """
-    found = stored_kernels.amaxes_of(masters, params)
-    if not found:
-        return amaxes
-    leaves = {path: x for path, x in tree_paths.leaves_by_path(scale_params).items() if path in found}
-
-    def from_master(path: str, leaf: Array) -> Array:
-        ran = amax_records.observe([(given[path], leaf)])
-        amax, is_used = ran.amax.reshape(leaf.shape), ran.is_used.reshape(leaf.shape)
-        return jnp.where(is_used, jnp.where(amax > 0, found[path], 0.0), -jnp.inf)
-
-    given = tree_paths.leaves_by_path(amaxes)
-    new = {path: from_master(path, leaf) for path, leaf in leaves.items()}
-    new = scale_leaves.max_of_scales(new, leaves, collectives.bound_axes("auto"))
-    return scale_leaves.map_scales(lambda path, g: new.get(path, g), amaxes)
 
 
 def is_delayed(recipe: Recipe) -> bool:
@@ -245,6 +222,9 @@ def get_amaxes(grads: PyTree) -> dict[str, Float[Array, "..."]]:
     Args:
       grads: gradients of `value_and_grad`.
 
+    Raises:
+      ValueError: gradients of another function, such as `jax.grad`: it adds the amaxes of a layer that is used twice.
+
     Example:
       >>> import jaxmp
       >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8")
@@ -260,11 +240,15 @@ def get_amaxes(grads: PyTree) -> dict[str, Float[Array, "..."]]:
       >>> float(get_amaxes(halves)["fp8_rhs_e4m3_log2_scale"])
       3.0
     """
-    return {
-        path: amax_records.read(g).amax
-        for path, g in tree_paths.leaves_by_path(grads).items()
-        if scale_leaves.is_scale(path)
-    }
+    records = {path: g for path, g in tree_paths.leaves_by_path(grads).items() if scale_leaves.is_scale(path)}
+    for path, g in records.items():
+        if jnp.shape(g)[-1:] != (amax_records.SIZE,):
+            raise ValueError(
+                f"get_amaxes reads the gradients of jaxmp.value_and_grad, with {amax_records.SIZE} numbers for each "
+                f"fp8 scale; got shape {jnp.shape(g)} at {path}, as jax.grad returns it. Differentiate by "
+                f"jaxmp.value_and_grad(loss_fn, policy=policy)(params, batch, opt_state=opt_state)."
+            )
+    return {path: amax_records.read(g).amax for path, g in records.items()}
 
 
 def _lost_gradients(params: PyTree, amaxes: list[Array]) -> Float[Array, ""]:

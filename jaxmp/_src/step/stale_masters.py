@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import host_memory
-from jaxmp._src.fp8 import stored_kernels
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import state as states
 
@@ -32,7 +31,7 @@ def pairs(opt_state: Any, params: PyTree) -> dict[str, tuple[Array, Array]]:
     for path, p in tree_paths.leaves_by_path(params).items():
         master = masters.get(path)
         is_split_or_none = master is None or master.dtype != jnp.float32
-        if not is_split_or_none and casting.is_low_precision(p.dtype) and not stored_kernels.is_stored(p):
+        if not is_split_or_none and casting.is_low_precision(p.dtype):
             found[path] = p, master
     return found
 

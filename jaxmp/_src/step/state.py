@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.fp8 import recipes, stored_kernels
+from jaxmp._src.fp8 import delayed
 from jaxmp._src.loss_scale import dynamic, static
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import masters
@@ -198,7 +198,7 @@ class Fp8State(NamedTuple):
       [(4, 1)]
     """
 
-    amax_states: tuple[recipes.AmaxState, ...]
+    amax_states: tuple[delayed.AmaxState, ...]
     saturated_tensors: Float[Array, ""]
     unused_tensors: Float[Array, ""]
     lost_gradients: Float[Array, ""]
@@ -386,9 +386,6 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
         return jax.tree.unflatten(jax.tree.structure(param), whole)
 
     found = masters_of(opt_state, params)
-    if any(map(stored_kernels.is_stored, jax.tree.leaves(params))):
-        without = stored_kernels.stored_pairs(params).keys() - tree_paths.leaves_by_path(found).keys()
-        params = stored_kernels.load_weights(params, jnp.float32) if without else params  # fp8(w * scale) is no weight
     return jax.tree.map(in_float32, params, found, is_leaf=tree_paths.is_box)
 
 

@@ -109,11 +109,6 @@ def mixed_precision(
         loss_scale = dynamic.DynamicLossScale() if policy.uses_float16 else None
     recipe = policy.recipe if recipe is None else recipe
     is_delayed = scales.is_delayed(recipe)
-    if policy.fp8_weights and not is_delayed:
-        raise ValueError(
-            f"fp8_weights=True stores kernels with the scales of delayed scaling; got the recipe "
-            f'{recipe!r}. Pass recipe=jaxmp.fp8.DelayedScaling(), or use the policy "fp8".'
-        )
     return _transformation(
         heart.Rule(
             optimizer_of(as_transformation(inner)),

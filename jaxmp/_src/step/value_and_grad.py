@@ -78,7 +78,6 @@ def value_and_grad(
     accumulate_argnums: int | Sequence[int] | None = None,
     carry_argnum: int | None = None,
     axis_name: collectives.AxisName = "auto",
-    keep_fp8_weights: bool = False,
 ) -> Callable[..., Any]:
     """A function that returns the loss and its *scaled* gradients; use it in place of `jax.value_and_grad`.
 
@@ -104,9 +103,6 @@ def value_and_grad(
         and aux holds the last one, without an axis of microbatches.
       axis_name: manual axes over which the gradients stay this device's own: `"auto"` for all bound axes, or names.
         (Leave out a tensor-parallel axis over which autodiff should sum.)
-      keep_fp8_weights: whether to cast the kernels of fp8 layers once for all microbatches instead of once for each:
-        the same numbers, fewer passes, one more byte for each weight. The loss must use these kernels only in their
-        layers.
 
     Returns:
       A function of `(*args, opt_state, **kwargs)`, where `opt_state` is the state of `mixed_precision` or of
@@ -149,7 +145,6 @@ def value_and_grad(
         accumulate_argnums=accumulate_argnums,
         carry_argnum=carry_argnum,
         axis_name=axis_name,
-        keep_fp8_weights=keep_fp8_weights,
     )
 
 
@@ -204,7 +199,6 @@ def scaled_value_and_grad(
     policy: Policy | None,
     k: int,
     axis_name: collectives.AxisName,
-    keep_fp8_weights: bool = False,
     look: Look | None = None,
 ) -> tuple[Float[Array, ""], PyTree, PyTree, PyTree]:
     """The core of `value_and_grad` and of its nnx twin, which passes mutable state through the microbatches.
@@ -217,7 +211,7 @@ def scaled_value_and_grad(
       opt_state: holds the loss scale; or a TrainState.
       policy: None: the one that `opt_state` brings along, if any.
       k: number of microbatches.
-      axis_name, keep_fp8_weights: see `value_and_grad`.
+      axis_name: see `value_and_grad`.
       look: called with each derivative that is traced, before the backward pass; None: nobody looks.
 
     Returns:
@@ -231,7 +225,7 @@ def scaled_value_and_grad(
     step_scale = loss_scale * np.float32(1.0 / k) if k > 1 else loss_scale
     # Each of n devices takes the mean over its own rows: its gradients are n times its part of the mean over all rows.
     gradient_scale = loss_scale * np.float32(math.prod(lax.axis_size(a) for a in axes))
-    fp8 = Fp8Gradients(own_params, gradient_scale, keep_kernels=keep_fp8_weights)
+    fp8 = Fp8Gradients(own_params, gradient_scale)
 
     with policy_regions.around_loss(policy, is_default=is_default), ambient.noting() as notes:
         widens = policy is not None and policy.reduce_dtype is not None and rewrite.casts_here()

@@ -1,4 +1,4 @@
-"""Recipes for fp8: they compute the scale of a cast from the largest magnitude of the tensor, its amax.
+"""Delayed scaling: the scale of a cast from the largest magnitudes, the amaxes, of the tensor in earlier steps.
 
 The range of e4m3fn is 2^-9 to 448, that of e5m2 is 2^-16 to 57344. A tensor fits in if it is scaled first:
 
@@ -15,13 +15,11 @@ x = 2^e(x) (1 + f(x)),
 
 is integer arithmetic. `margin` leaves that many binades free above amax.
 
-Which amax?
+The amax of the tensor itself (`current`) costs a second read of x. With that of earlier steps, one read gives the cast
+and the amax; values above the amaxes in the history saturate. A state keeps the history h of L amaxes of each tensor,
+updated after each step:
 
-- `CurrentScaling`: the amax of the tensor itself. Exact, but x is read twice: for its amax, then for its cast.
-- `DelayedScaling`: the amax of earlier steps. One read of x gives the cast and the amax; values above the amaxes in
-  the history saturate. A state keeps the history h of L amaxes of each tensor, updated after each step:
-
-      h[0] <- amax;    a = max(h) or h[0];    h <- roll(h, -1);    h[0] <- 0;    scale <- fp8_max / a
+    h[0] <- amax;    a = max(h) or h[0];    h <- roll(h, -1);    h[0] <- 0;    scale <- fp8_max / a
 
 The rules are those of TransformerEngine (transformer_engine/common/recipe), bit for bit where this file says so.
 """
@@ -29,17 +27,18 @@ The rules are those of TransformerEngine (transformer_engine/common/recipe), bit
 import dataclasses
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmp._src.base.warn import warn
-from jaxmp._src.fp8 import gemms, operands, scale_equations, scale_leaves
+from jaxmp._src.fp8 import casts, scale_equations, scale_leaves
+from jaxmp._src.fp8.casts import Cast
+from jaxmp._src.fp8.fused_casts import FusedCast
 from jaxmp._src.fp8.gemms import Gemm
-from jaxmp._src.fp8.made import Made
+from jaxmp._src.fp8.recipe import Role, TensorRecipe
 from jaxmp._src.fp8.scale_equations import Format
-from jaxmp._src.fp8.scheme import Cast, Recipe, Role
 from jaxmp._src.numerics import float_bits
 
 _LARGEST_MARGIN = 100  # fp8_max * 2^-margin must be a normal float32
@@ -62,32 +61,8 @@ class AmaxState(NamedTuple):
     amax_history: Float[Array, "len *shape"]
 
 
-class _TensorScaling(Recipe):
-    """What the recipes with one scale for each tensor share."""
-
-    fp8_format: Format
-    power_of_two: bool
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        scale_equations.check_format(self.fp8_format)
-
-    def dtype(self, *, backward: bool = False) -> Any:
-        """The fp8 dtype of activations and weights, or of gradients (`backward`).
-
-        Example:
-          >>> DelayedScaling().dtype(backward=True).__name__
-          'float8_e5m2'
-        """
-        return scale_equations.dtype_of(self.fp8_format, backward=backward)
-
-    def multiply(self, a: gemms.Quantized, b: gemms.Quantized, product: gemms.Product) -> Array:
-        """See `Recipe.multiply`."""
-        return gemms.multiply(a, b, product, power_of_two=self.power_of_two)
-
-
 @dataclasses.dataclass(frozen=True)
-class DelayedScaling(_TensorScaling):
+class DelayedScaling(TensorRecipe):
     """The scale of a step from the amaxes of earlier steps.
 
     One `update(state, amax)` is, elementwise and in float32,
@@ -193,25 +168,13 @@ class DelayedScaling(_TensorScaling):
         products: Sequence[str],
         *,
         leaf: Array | None = None,
-        made: Made | None = None,
+        fused: FusedCast | None = None,
         seed: Array | None = None,
     ) -> Cast:
         """See `Recipe.cast`: one cast, with the scale of the leaf, for both products."""
         del seed
         assert leaf is not None
-        rows = operands.rows_of(gemm, role) if len(products) == 2 else None
-        if role == "grad":
-            summed = None if gemm.bias_dtype is None else gemm.ndims[0] - len(gemm.contract[0])
-            q, amax, sums = operands.quantize_and_sum(
-                gemm, x, leaf, gemm.backward_dtype, rows=rows, zeros=gemm.out_zeros, summed=summed, made=made
-            )
-            return Cast(dict.fromkeys(products, q), amax, sums)
-        if role == "rhs":
-            q, amax = operands.quantize_rhs(gemm, x, leaf, rows)
-        else:
-            given = {"activation": gemm.activation, "zeros": gemm.lhs_zeros, "made": made}
-            q, amax = operands.quantize(gemm, x, leaf, gemm.forward_dtype, rows=rows, **given)
-        return Cast({name: q if name == "fprop" else operands.kept(gemm, role, q) for name in products}, amax)
+        return casts.by_leaf(gemm, role, x, products, leaf, fused)
 
     def init(self, shape: tuple[int, ...] = (), *, backward: bool = False) -> AmaxState:
         """The state before the first step: scale 1, an empty history.
@@ -279,75 +242,3 @@ class DelayedScaling(_TensorScaling):
                 f"amax_compute reduces axis 0 of a history {history.shape}, to {history.shape[1:]}; got {reduced.shape}"
             )
         return reduced
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CurrentScaling(_TensorScaling):
-    """The scale of a tensor from its own amax; no state.
-
-        scale = fp8_max / max(amax, amax_epsilon)
-
-    and 1 where amax is 0, inf or NaN. With `power_of_two=False` bit for bit TransformerEngine's, with
-    `power_of_two=True` its option of that name.
-
-    Args:
-      fp8_format: `"HYBRID"` (e5m2 for gradients, else e4m3fn) or `"E4M3"`.
-      power_of_two: whether scales are powers of two.
-      amax_epsilon: the smallest amax, >= 0; it bounds the scale of tensors that are almost zero. 0 is no bound.
-      dgrad, wgrad: `"bfloat16"` leaves this product in 16 bits.
-
-    Raises:
-      ValueError: an argument outside its range, named in the message.
-
-    Example:
-      >>> CurrentScaling().scale(jnp.array([3.0, 0.0])).tolist()
-      [128.0, 1.0]
-
-    References:
-      transformer_engine/common/recipe/recipe_common.cuh.
-    """
-
-    fp8_format: Format = "HYBRID"
-    power_of_two: bool = True
-    amax_epsilon: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        scale_equations.check_epsilon(self.amax_epsilon)
-
-    def cast(
-        self,
-        gemm: Gemm,
-        role: Role,
-        x: Array,
-        products: Sequence[str],
-        *,
-        leaf: Array | None = None,
-        made: Made | None = None,
-        seed: Array | None = None,
-    ) -> Cast:
-        """See `Recipe.cast`: one cast, with the scale of the tensor's own amax, for both products."""
-        del leaf, made, seed
-        zeros = {"lhs": gemm.lhs_zeros, "rhs": gemm.rhs_zeros, "grad": gemm.out_zeros}[role]
-        backward = role == "grad"
-        dtype = gemm.backward_dtype if backward else gemm.forward_dtype
-        q = operands.quantize_by_itself(self, x, dtype, zeros, backward=backward)
-        return Cast(dict.fromkeys(products, q))
-
-    def scale(self, amax: Float[Array, "..."], *, backward: bool = False) -> Float[Array, "..."]:
-        """The scale for the cast of a tensor.
-
-        Args:
-          amax: float32 of any shape, max |x| of each tensor.
-          backward: whether the tensors are gradients: e5m2 under `"HYBRID"`.
-
-        Returns:
-          float32 of the same shape.
-
-        Example:
-          >>> float(CurrentScaling(power_of_two=False).scale(jnp.float32(3.0)))
-          149.3333282470703
-        """
-        return scale_equations.current_scale(
-            amax, self.dtype(backward=backward), power_of_two=self.power_of_two, amax_epsilon=self.amax_epsilon
-        )

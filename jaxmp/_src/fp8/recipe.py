@@ -5,30 +5,16 @@ A new recipe is a class in one file, which says what differs from `Recipe`. `jax
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from jaxtyping import Array
 
+from jaxmp._src.fp8 import gemms, scale_equations
+from jaxmp._src.fp8.casts import Cast
+from jaxmp._src.fp8.fused_casts import FusedCast
 from jaxmp._src.fp8.gemms import Gemm, Product
-from jaxmp._src.fp8.made import Made
 
 Role = Literal["lhs", "rhs", "grad"]
-
-
-class Cast(NamedTuple):
-    """A tensor that was cast for the products that read it.
-
-    Attributes:
-      of: by the name of the product, the operand that `Recipe.multiply` takes.
-      amax: of the tensor, in the dtype of its scale leaf; None without a leaf.
-      sums: of a gradient whose layer has a bias: float32 sums over the rows; else None.
-    """
-
-    of: dict[str, Any]
-    amax: Array | None = None
-    sums: Array | None = None
-
-
 _PRODUCTS = {"lhs": ("fprop", "wgrad"), "rhs": ("fprop", "dgrad"), "grad": ("dgrad", "wgrad")}
 
 
@@ -41,6 +27,8 @@ class Recipe:
       has_state: whether its scales come from earlier steps: they are leaves of the params, of the names in `leaves`,
         and the optimizer moves them.
       rounds_at_random: whether a gradient is rounded at random, with a key.
+      has_one_scale: whether each tensor has one scale, as the products of experts need it.
+      folds_axes: whether it takes operands of three axes only, lhs [B, M, K] and rhs [B, K, N].
     """
 
     dgrad: Literal["bfloat16"] | None = None
@@ -65,14 +53,17 @@ class Recipe:
     def rounds_at_random(self) -> bool:
         return False
 
-    def leaves(self) -> dict[str, float]:
-        """Names and first values of the scale leaves of a layer, in the order lhs, rhs, grad; empty without state."""
-        return {}
+    @property
+    def has_one_scale(self) -> bool:
+        return False
 
     @property
     def folds_axes(self) -> bool:
-        """Whether it takes operands of three axes only, lhs [B, M, K] and rhs [B, K, N] (`block_matmul`)."""
         return False
+
+    def leaves(self) -> dict[str, float]:
+        """Names and first values of the scale leaves of a layer, in the order lhs, rhs, grad; empty without state."""
+        return {}
 
     def cast(
         self,
@@ -82,7 +73,7 @@ class Recipe:
         products: Sequence[str],
         *,
         leaf: Array | None = None,
-        made: Made | None = None,
+        fused: FusedCast | None = None,
         seed: Array | None = None,
     ) -> Cast:
         """`x`, which is lhs, rhs or the gradient of the result in `gemm`, for these products of the three.
@@ -93,7 +84,7 @@ class Recipe:
           x: the tensor in its own dtype.
           products: the names of one or both products that read it.
           leaf: its scale leaf; None without state.
-          made: what made lhs or the gradient, if a kernel can compute it.
+          fused: what a kernel can compute lhs or the gradient from.
           seed: uint32[2] for the gradient of a recipe that rounds at random.
         """
         raise NotImplementedError
@@ -107,6 +98,44 @@ class Recipe:
         raise NotImplementedError
 
 
+class TensorRecipe(Recipe):
+    """What the recipes with one scale for each tensor share."""
+
+    fp8_format: scale_equations.Format
+    power_of_two: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        scale_equations.check_format(self.fp8_format)
+
+    @property
+    def has_one_scale(self) -> bool:
+        return True
+
+    def dtype(self, *, backward: bool = False) -> Any:
+        """The fp8 dtype of activations and weights, or of gradients (`backward`).
+
+        Example:
+          >>> import jaxmp
+          >>> jaxmp.fp8.DelayedScaling().dtype(backward=True).__name__
+          'float8_e5m2'
+        """
+        return scale_equations.dtype_of(self.fp8_format, backward=backward)
+
+    def multiply(self, a: gemms.Quantized, b: gemms.Quantized, product: Product) -> Array:
+        """See `Recipe.multiply`."""
+        return gemms.multiply(a, b, product, power_of_two=self.power_of_two)
+
+
 def has_state(recipe: Any) -> bool:
     """Whether `recipe` is one with state; False for None, which is no recipe."""
     return isinstance(recipe, Recipe) and recipe.has_state
+
+
+def check(recipe: Any) -> None:
+    """Raises a TypeError unless `recipe` is one."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"a recipe is jaxmp.fp8.DelayedScaling(), CurrentScaling() or another one of jaxmp.fp8, or a dict "
+            f"from path patterns to them; got {recipe!r}. Layers are chosen by filter=."
+        )
