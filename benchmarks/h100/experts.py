@@ -5,8 +5,8 @@ for H100: `jaxmp.fp8.ragged_dot`, and `jax.lax.ragged_dot` of weights that are c
 numbers of rows, one in eight has none, and one row in 16 belongs to nobody.
 
     multiplied    multiplications in all three products, over those that the rows need, each by its own expert. From the
-                  HLO for XLA's matmuls; from the tiles of the kernels for ours, which read whole tiles of 64 or 128
-                  rows: where a group ends within a tile, the tile is multiplied for both groups
+                  HLO for XLA's matmuls; from the kernels' parts of tiles and blocks for ours, which have 16, 32 or 128
+                  rows: where a group ends within one, it is multiplied for both groups
     scratch       memory beside arguments and results; the cast weights are in it
 
 Targets for fp8: at most 1.1 of the multiplications; scratch at most that of one expert and two casts of the weights.
@@ -43,14 +43,14 @@ def sizes_of(experts: int) -> list[int]:
 
 
 def rows_multiplied(sizes: Sequence[int], tile: int) -> int:
-    """Rows of all tiles that have a row of an expert, for each expert."""
+    """Rows of all tiles, or parts or blocks, that have a row of an expert, for each expert."""
     ends = np.cumsum(sizes)
     return sum((-(end // -tile) - (end - size) // tile) * tile for end, size in zip(ends, sizes, strict=True) if size)
 
 
 def multiplied_by_tiles(sizes: Sequence[int]) -> float:
     """The multiplications of our kernels over those needed."""
-    blocks = (grouped_tiles.MULTIPLE,) * 2 + (grouped_tiles.block_of_rows(ROWS, len(sizes)),)
+    blocks = (grouped_tiles.PART,) * 2 + (grouped_tiles.block_of_rows(ROWS, len(sizes)),)
     return sum(rows_multiplied(sizes, tile) for tile in blocks) / (3 * sum(sizes))
 
 

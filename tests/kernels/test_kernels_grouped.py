@@ -28,6 +28,8 @@ CASES = {  # M, K, N, sizes
     "one expert": (40, 16, 8, (33,)),
     "two experts": (40, 16, 8, (7, 30)),
     "no rows": (16, 8, 8, (0, 0, 0)),
+    "ends of groups": (470, 250, 40, (0, 1, 7, 15, 16, 17, 63, 64, 65, 200)),
+    "blocks of 128 rows": (1100, 24, 70, (390, 610)),
 }
 
 
@@ -75,6 +77,14 @@ def test_each_row_meets_its_own_expert(backend, case):
     found = products(*given, backend=backend)
     wanted = halves(expert_by_expert(*given))
     assert_exact([x + 0 for x in found], [x + 0 for x in wanted])  # -0 + 0 is 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", ["ends of groups", "blocks of 128 rows"])
+def test_rows_where_a_kernel_begins_and_ends(case):
+    given = operands(case)
+    found = products(*given, backend="interpret")
+    assert_exact([x + 0 for x in found], [x + 0 for x in halves(expert_by_expert(*given))])
 
 
 @pytest.mark.thorough(1)
