@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from helpers import assert_exact
-from pallas_kernels import backend as backends, grouped
+from pallas_kernels import backend as backends, grouped, grouped_tiles
 
 E4M3, E5M2, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, np.float32
 WITHOUT_KERNELS = backends.why_no_kernels()
@@ -28,7 +28,7 @@ CASES = {  # M, K, N, sizes
     "one expert": (40, 16, 8, (33,)),
     "two experts": (40, 16, 8, (7, 30)),
     "no rows": (16, 8, 8, (0, 0, 0)),
-    "ends of groups": (470, 250, 40, (0, 1, 7, 15, 16, 17, 63, 64, 65, 200)),
+    "ends of groups": (470, 250, 40, (15, 0, 1, 17, 7, 16, 63, 64, 65, 200)),
     "blocks of 128 rows": (1100, 24, 70, (390, 610)),
 }
 
@@ -85,6 +85,23 @@ def test_rows_where_a_kernel_begins_and_ends(case):
     given = operands(case)
     found = products(*given, backend="interpret")
     assert_exact([x + 0 for x in found], [x + 0 for x in halves(expert_by_expert(*given))])
+
+
+@needs_kernels
+def test_parts_of_tiles_without_rows_of_an_expert_are_not_multiplied(monkeypatch):
+    x, w, _, sizes = operands("ends of groups")
+    product, rows = grouped_tiles._product, []
+
+    def counted(a, b):
+        jax.debug.callback(lambda: rows.append(b.shape[0]))
+        return product(a, b)
+
+    monkeypatch.setattr(grouped_tiles, "_product", counted)
+    grouped.by_expert(x, w, sizes, jnp.float32(1), F32, backend="interpret")
+    jax.effects_barrier()
+    ends = np.cumsum(sizes)
+    parts = sum(-(end // -16) - (end - size) // 16 for end, size in zip(ends, np.asarray(sizes), strict=True) if size)
+    assert sum(rows) == parts * 16 * 2  # each in two blocks of 128 of the 250 products of a sum
 
 
 @pytest.mark.thorough(1)
