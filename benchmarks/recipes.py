@@ -131,5 +131,5 @@ BENCHMARK = Benchmark(
     measure,
     render,
     functools.partial(measure, rows=16, width=16),
-    page=ROOT / "docs" / "how-to" / "precision" / "fp8.md",
+    page=ROOT / "docs" / "how-to" / "precision" / "recipes.md",
 )

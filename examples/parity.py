@@ -17,7 +17,7 @@ held-out loss is the mean of five, each 20 steps after the one before, up to the
 A run takes about half a minute of one core, and of four bits ten times as long. The runs are made in two processes, and
 each finished one is written to the file at once: interrupt the script when you like, and call it again to go on. The
 stored results are benchmarks/results/parity.json, and `python -m benchmarks recipes --table` writes them into
-docs/how-to/precision/fp8.md.
+docs/how-to/precision/recipes.md.
 """
 
 import concurrent.futures
