@@ -54,9 +54,9 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
             "backends",
         ),
         "Layers of a model": ("autocast", "promote_all_but_kernel", "save_quantized", "FallbackWarning"),
-        "Products of your own": ("dot_general", "einsum", "ragged_dot", "gated_mlp", "Scales"),
+        "Products of your own": ("dot_general", "einsum", "ragged_dot", "Scales"),
         "Scales of a run": ("calibrate", "get_scales", "get_amaxes", "is_scale", "with_scales", "resize_history"),
-        "Numbers and stored weights": ("quantize", "dequantize", "load_weights"),
+        "Numbers": ("quantize", "dequantize"),
     },
     "checkpoint": {
         "Save and restore": ("manager", "save", "restore", "read_metadata"),
@@ -73,7 +73,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "nnx": {
         "A step": ("Optimizer", "value_and_grad", "cast_to_param", "snapshot", "restore_if_skipped"),
-        "fp8": ("to_fp8", "GatedMLP", "Fp8DotGeneral", "Fp8RaggedDot", "Fp8Scale"),
+        "fp8": ("to_fp8", "Fp8DotGeneral", "Fp8RaggedDot", "Fp8Scale"),
     },
     "memory": {"": ("plan", "compiled")},
 }

@@ -32,7 +32,6 @@ _KERNELS = (
     ("unscale, norm and finite flag of gradients", "with jaxmp.fused_*, in apply_gradients", ""),
     ("fused optimizer update", "with jaxmp.fused_*, in apply_gradients", "split params in shard_map(check_vma=False)"),
     ("cast of params (pallas_kernels.cast_tree)", "", ""),
-    ("second cast of kernels stored in fp8", "one scale each", "split params in shard_map(check_vma=False)"),
     ("fp8 cast, transpose and amax", "sides that are multiples of 64", ""),
     ("activation and fp8 cast", "sides that are multiples of 64", ""),
 )

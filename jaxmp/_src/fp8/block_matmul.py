@@ -207,7 +207,7 @@ def multiply_rows(a: Operand, b: Operand, product: gemms.Product, *, power_of_tw
             gemms.pad(a, zeros[0]),
             gemms.pad(b, zeros[1]),
             LAST,
-            precision=gemms.algorithm(fast=product.fast),
+            precision=gemms.algorithm(fast=product.name == "fprop"),
             preferred_element_type=written,
         )
         return y[:, : a.shape[1], : b.shape[1]]

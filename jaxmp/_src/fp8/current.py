@@ -35,6 +35,7 @@ class CurrentScaling(TensorRecipe):
       ValueError: an argument outside its range, named in the message.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> CurrentScaling().scale(jnp.array([3.0, 0.0])).tolist()
       [128.0, 1.0]
 
@@ -76,6 +77,7 @@ class CurrentScaling(TensorRecipe):
           float32 of the same shape.
 
         Example:
+          >>> import jax.numpy as jnp
           >>> float(CurrentScaling(power_of_two=False).scale(jnp.float32(3.0)))
           149.3333282470703
         """

@@ -143,13 +143,14 @@ def find(h: Array, summed: Sequence[int]) -> FusedCast | None:
     def of_array(x: Any) -> Any:
         if (constant := compat.literal_of(x)) is not None:
             return number(constant)
-        if (vector := _along_columns(x, h.shape)) is not None:
+        made = compat.equation_of(x)
+        if (vector := _along_columns(x, made, h.shape)) is not None:
             return argument(columns, vector)
-        if (product := _product(x)) is not None:
+        if (product := _product(x, made)) is not None:
             if product.shape != h.shape or product.dtype not in passes.DTYPES:
                 raise _NotFound
             return argument(tensors, product)
-        if (made := compat.equation_of(x)) is None:
+        if made is None:
             raise _NotFound
         return result(*made, operand)
 
@@ -207,34 +208,35 @@ def find(h: Array, summed: Sequence[int]) -> FusedCast | None:
     return FusedCast(tuple(tensors), tuple(columns), function, jnp.dtype(h.dtype))
 
 
-def _product(x: Any) -> Any:
+def _product(x: Any, made: Any) -> Any:
     """The result of a matmul that `x` is, in the narrowest dtype on the way; None of another array."""
-    if (made := compat.equation_of(x)) is None:
+    if made is None:
         return None
     name, params = made[0].primitive.name, made[0].params
     if name in ("dot_general", vmap_rules.NAME) or (name == "name" and params["name"] == PRODUCT):
         return x
-    earlier = _product(made[0].invars[0]) if name in _SAME_NUMBERS or name == "reshape" else None
+    if name not in _SAME_NUMBERS and name != "reshape":
+        return None
+    before = made[0].invars[0]
+    earlier = _product(before, compat.equation_of(before))
     if earlier is None or (earlier.shape == x.shape and earlier.dtype.itemsize <= x.dtype.itemsize):
         return earlier
     return x
 
 
-def _along_columns(x: Any, shape: tuple[int, ...]) -> Any:
+def _along_columns(x: Any, made: Any, shape: tuple[int, ...]) -> Any:
     """The vector that `x` repeats along all axes of `shape` but the last; None if it does not."""
     if x.shape not in (shape, (*[1] * (len(shape) - 1), shape[-1])) or math.prod(shape[:-1]) == 1:
         return None
     while x.size != shape[-1]:
-        made = compat.equation_of(x)
-        name = None if made is None else made[0].primitive.name
-        if made is None or name not in _SAME_NUMBERS | {"broadcast_in_dim", "reshape"}:
+        if made is None or made[0].primitive.name not in _SAME_NUMBERS | {"broadcast_in_dim", "reshape"}:
             return None
         before = made[0].invars[0]
         keeps_columns = before.ndim > 0 and before.shape[-1] == shape[-1]
-        if name == "broadcast_in_dim":
+        if made[0].primitive.name == "broadcast_in_dim":
             keeps_columns = keeps_columns and made[0].params["broadcast_dimensions"][-1] == x.ndim - 1
         rounds = not jnp.issubdtype(before.dtype, jnp.floating) or before.dtype.itemsize > x.dtype.itemsize
         if not keeps_columns or rounds:
             return None
-        x = before
+        x, made = before, compat.equation_of(before)
     return x if x.shape[-1:] == shape[-1:] and jnp.issubdtype(x.dtype, jnp.floating) else None

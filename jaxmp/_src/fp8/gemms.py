@@ -62,7 +62,9 @@ class Gemm(NamedTuple):
         """The zeros that are added to "lhs", "rhs" or "grad", which has those of the result."""
         if role != "grad":
             return self.lhs_zeros if role == "lhs" else self.rhs_zeros
-        lhs, rhs = (own or (0,) * ndim for own, ndim in zip((self.lhs_zeros, self.rhs_zeros), self.ndims, strict=True))
+        if not self.lhs_zeros and not self.rhs_zeros:
+            return ()
+        lhs, rhs = self.lhs_zeros or (0,) * self.ndims[0], self.rhs_zeros or (0,) * self.ndims[1]
         lhs_free, rhs_free, *_ = _axes_of_gradient(self)
         return _or_none([0] * len(self.batch[0]) + [lhs[i] for i in lhs_free] + [rhs[i] for i in rhs_free])
 
@@ -75,8 +77,7 @@ class Gemm(NamedTuple):
         is_lhs_last = tuple(lhs) == tuple(range(self.ndims[0] - n, self.ndims[0]))
         starts_or_ends = tuple(range(n)), tuple(range(self.ndims[1] - n, self.ndims[1]))
         is_of_matrices = not self.batch[0] and 0 < n < min(self.ndims) and is_lhs_last and tuple(rhs) in starts_or_ends
-        shardings = (self.lhs_sharding, self.rhs_sharding, self.out_sharding)
-        if not is_of_matrices or any(sharding is not None for sharding in shardings):
+        if not is_of_matrices or {self.lhs_sharding, self.rhs_sharding, self.out_sharding} != {None}:
             return None
         if role == "rhs":
             return n if self.rhs_starts else self.ndims[1] - n
@@ -120,10 +121,9 @@ class Product(NamedTuple):
     order: tuple[int, ...]
     zeros: Zeros
 
-    @property
-    def fast(self) -> bool:
-        """Whether a GEMM of fp8 operands may accumulate fast."""
-        return self.name == "fprop"
+    def ordered(self, y: Array) -> Array:
+        """The result `y` of the product in its final order of axes."""
+        return jnp.transpose(y, [self.order.index(i) for i in range(y.ndim)])
 
 
 def fprop(gemm: Gemm) -> Product:
@@ -136,7 +136,7 @@ def dgrad(gemm: Gemm) -> Product:
     """dx = g w^T; the axes of g are (batch, free of lhs, free of rhs)."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = gemm.contract, gemm.batch
     lhs_free, rhs_free, grad_batch, _, grad_rhs = _axes_of_gradient(gemm)
-    order = (*lhs_batch, *lhs_free, *(lhs_contract[rhs_contract.index(i)] for i in sorted(rhs_contract)))
+    order = (*lhs_batch, *lhs_free, *[lhs_contract[rhs_contract.index(i)] for i in sorted(rhs_contract)])
     sharding = _permuted(gemm.lhs_sharding, order)
     contract, batch = (grad_rhs, rhs_free), (grad_batch, rhs_batch)
     return Product("dgrad", contract, batch, gemm.dgrad_dtype, sharding, order, gemm.lhs_zeros)
@@ -146,7 +146,7 @@ def wgrad(gemm: Gemm) -> Product:
     """dw = x^T g."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = gemm.contract, gemm.batch
     lhs_free, rhs_free, grad_batch, grad_lhs, _ = _axes_of_gradient(gemm)
-    order = (*rhs_batch, *(rhs_contract[lhs_contract.index(i)] for i in sorted(lhs_contract)), *rhs_free)
+    order = (*rhs_batch, *[rhs_contract[lhs_contract.index(i)] for i in sorted(lhs_contract)], *rhs_free)
     sharding = _permuted(gemm.rhs_sharding, order)
     contract, batch = (lhs_free, grad_lhs), (lhs_batch, grad_batch)
     return Product("wgrad", contract, batch, gemm.rhs_dtype, sharding, order, gemm.rhs_zeros)
@@ -163,7 +163,7 @@ def _axes_of_gradient(gemm: Gemm) -> tuple[tuple[int, ...], ...]:
 def multiplied(product: Product, a: Any, b: Any, multiply: Callable[[Any, Any, Product], Array]) -> Array:
     """The result of a product, in its final order and without the zeros."""
     with jax.named_scope(f"jaxmp.fp8_{product.name}"):
-        return crop(jnp.transpose(multiply(a, b, product), _inverse(product.order)), product.zeros)
+        return crop(product.ordered(multiply(a, b, product)), product.zeros)
 
 
 def in_bfloat16(product: Product, a: Array, b: Array) -> Array:
@@ -177,7 +177,7 @@ def in_bfloat16(product: Product, a: Array, b: Array) -> Array:
             preferred_element_type=written,
             out_sharding=product.out_sharding,
         )
-        return jnp.transpose(out.astype(product.out_dtype), _inverse(product.order))
+        return product.ordered(out.astype(product.out_dtype))
 
 
 def _permuted(sharding: NamedSharding | None, order: tuple[int, ...]) -> NamedSharding | None:
@@ -186,13 +186,8 @@ def _permuted(sharding: NamedSharding | None, order: tuple[int, ...]) -> NamedSh
     return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[i] for i in order)))
 
 
-def _inverse(order: tuple[int, ...]) -> list[int]:
-    """The permutation that undoes `order`."""
-    return [order.index(i) for i in range(len(order))]
-
-
-def _others(ndim: int, *taken: Sequence[int]) -> tuple[int, ...]:
-    return tuple(i for i in range(ndim) if not any(i in some for some in taken))
+def _others(ndim: int, contract: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
+    return tuple([i for i in range(ndim) if i not in (*contract, *batch)])
 
 
 def multiply(a: Quantized, b: Quantized, product: Product, *, power_of_two: bool) -> Array:
@@ -203,18 +198,22 @@ def multiply(a: Quantized, b: Quantized, product: Product, *, power_of_two: bool
     dot = functools.partial(lax.dot_general, out_sharding=product.out_sharding)
 
     def in_fp8(a: Quantized, b: Quantized) -> Array:
-        (x, x_axes), (y, y_axes) = (_summed_last(t, axes) for t, axes in zip((a, b), contract, strict=True))
+        (x, x_axes), (y, y_axes) = _summed_last(a, contract[0]), _summed_last(b, contract[1])
         numbers = ((x_axes, y_axes), batch)
         # Without this, XLA makes one GEMM of those that read one tensor (q, k and v), and copies their other operands
         # beside each other, and their results apart. The scale tells the barriers of one tensor apart. The other
         # operand stays as it is: a weight that is split over devices is gathered once, for fprop and dgrad.
         x, _ = lax.optimization_barrier((x, b.inv_scale))
         return dot(
-            x, y, dimension_numbers=numbers, precision=algorithm(fast=product.fast), preferred_element_type=written
+            x,
+            y,
+            dimension_numbers=numbers,
+            precision=algorithm(fast=product.name == "fprop"),
+            preferred_element_type=written,
         )
 
     def in_float32(a: Quantized, b: Quantized) -> Array:  # products of fp8 numbers are exact in float32
-        x, y = (_in_own_order(t, axes).astype(jnp.float32) for t, axes in zip((a, b), contract, strict=True))
+        x, y = _in_own_order(a, contract[0]).astype(jnp.float32), _in_own_order(b, contract[1]).astype(jnp.float32)
         return dot(x, y, dimension_numbers=(contract, batch), precision=lax.Precision.HIGHEST).astype(written)
 
     out = hardware.on_fp8_hardware(in_fp8, in_float32)(a, b)
@@ -283,7 +282,7 @@ def crop(x: Array, zeros: Zeros) -> Array:
 
 def _longer(shape: Sequence[int], axes: Sequence[int]) -> list[tuple[int, int]]:
     """The axis of a side that gets zeros, and how many; nothing for a side that is a multiple already."""
-    side = math.prod(shape[i] for i in axes)
+    side = math.prod([shape[i] for i in axes])
     if side % MULTIPLE == 0:  # an empty side, too
         return []
     counts = []

@@ -141,17 +141,28 @@ def dot_general(
     if activation is None and scales is not None and not own_amax and not batch[0]:
         fused = fused_casts.find(lhs, contract[0])
     axes = tuple(compat.varying_axes(lhs) | compat.varying_axes(rhs))  # both gradients vary over all of them
-    lhs, rhs, bias_in, fused = jax.tree.map(
-        lambda x: compat.as_varying(x, axes), (lhs, rhs, bias, None if own_amax else fused)
-    )
     # The pass that casts the gradient of the result also sums it, for the gradient of the bias.
-    jax_sums = scales is None or batch[0] or bias is None or not bias.ndim
-    jax_sums = jax_sums or any(shardings.is_explicit(x) for x in (lhs, rhs, bias) if x is not None)
+    sums_bias = scales is not None and not batch[0] and bias is not None and bias.ndim > 0
+    sums_bias = sums_bias and not any(shardings.is_explicit(x) for x in (lhs, rhs, bias) if x is not None)
     seed = None if key is None or not recipe.rounds_at_random else jax.random.bits(key, (2,), jnp.uint32)
-    arrays, treedef = jax.tree.flatten((lhs, rhs, scales, None if jax_sums else bias_in, seed, fused))
-    product = _Product(treedef, recipe, contract, batch, traced_for(out_dtype), dgrad_dtype, out_sharding, own_amax)
-    out = product.call(*arrays).astype(out_dtype)
-    return out if bias is None else plus(out, bias if jax_sums else lax.stop_gradient(bias_in))
+    operands = (lhs, rhs, bias if sums_bias else None, None if own_amax else fused)
+    lhs, rhs, summed, fused = jax.tree.map(lambda x: compat.as_varying(x, axes), operands)
+    gemm = Gemm(
+        recipe=recipe,
+        contract=contract,
+        batch=batch,
+        ndims=(lhs.ndim, rhs.ndim),
+        lhs_dtype=lhs.dtype,
+        rhs_dtype=rhs.dtype,
+        out_dtype=traced_for(out_dtype),
+        dgrad_dtype=dgrad_dtype,
+        bias_dtype=None if summed is None else summed.dtype,
+        out_sharding=out_sharding,
+        by_own_amax=own_amax,
+    )
+    arrays, treedef = jax.tree.flatten((lhs, rhs, scales, summed, seed, fused))
+    out = _Product(gemm, treedef).call(*arrays).astype(out_dtype)
+    return out if bias is None else plus(out, bias if summed is None else lax.stop_gradient(summed))
 
 
 def plus(out: Array, bias: Array) -> Array:
@@ -182,7 +193,7 @@ def check_scales(recipe: Any, scales: Scales | None) -> None:
 
 def _activated(x: Array, name: str, *, is_cast_next: bool) -> tuple[Array, fused_casts.FusedCast | None]:
     """(f(x), what a kernel computes it from): in float32 where the cast comes next, else in the dtype of x."""
-    y = _activation(x, name)
+    y = first_derivatives.in_reverse(_activation)(x, name)
     if not is_cast_next:
         return y.astype(x.dtype), None
     reads_x = x.dtype != jnp.float64 and name not in UNMET
@@ -206,19 +217,13 @@ _activation.defvjp(lambda x, name: (_activation(x, name), x), _activation_backwa
 
 
 class _Product(NamedTuple):
-    """The static part of a product, as a function of the leaves of (lhs, rhs, scales, bias, seed, fused).
+    """A product as a function of the leaves of (lhs, rhs, scales, bias, seed, fused), whose structure is `treedef`.
 
     The bias is not added; but its gradient is what it would be.
     """
 
+    gemm: Gemm
     treedef: Any
-    recipe: Any
-    contract: tuple[tuple[int, ...], tuple[int, ...]]
-    batch: tuple[tuple[int, ...], tuple[int, ...]]
-    out_dtype: Any
-    dgrad_dtype: Any
-    out_sharding: Any
-    by_own_amax: bool
     members: tuple[tuple[bool, ...], ...] = ()  # for each vmap around, the outermost last: the arguments with its axis
 
     def call(self, *arrays: Array) -> Array:
@@ -234,19 +239,18 @@ class _Product(NamedTuple):
         if fused is not None:
             kept, treedef = jax.tree.flatten((*operands, None))
             return self._replace(treedef=treedef).vmapped(size, kept, batched[: len(kept)])
-        if any(batched[1:]) or self.out_sharding is not None:
+        if any(batched[1:]) or self.gemm.out_sharding is not None:
             return self._replace(members=(*self.members, tuple(batched))).call(*arrays), 0
         around = sum(level[0] for level in self.members)  # axes of lhs
         product = self.with_rows().call(jnp.moveaxis(arrays[0], 0, around), *arrays[1:])
-        return product, len(self.members) + len(self.batch[0])
+        return product, len(self.members) + len(self.gemm.batch[0])
 
-    def with_rows(self) -> "_Product":
+    def with_rows(self, **changes: Any) -> "_Product":
         """The product of an lhs with one more axis, the first one."""
-        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = self.contract, self.batch
-        return self._replace(
-            contract=(tuple(i + 1 for i in lhs_contract), rhs_contract),
-            batch=(tuple(i + 1 for i in lhs_batch), rhs_batch),
-        )
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = self.gemm.contract, self.gemm.batch
+        contract = (tuple([i + 1 for i in lhs_contract]), rhs_contract)
+        batch = (tuple([i + 1 for i in lhs_batch]), rhs_batch)
+        return self._replace(gemm=self.gemm._replace(contract=contract, batch=batch, **changes))
 
     def __call__(self, *arrays: Array) -> Array:
         """The product without the rule."""
@@ -257,54 +261,31 @@ class _Product(NamedTuple):
 
     def of_tensors(self, lhs: Array, rhs: Array, *others: Any) -> Array:
         """The product for one member; a vector becomes a matrix, so that there is an axis to pad."""
-        n_batch, n_summed = len(self.batch[0]), len(self.contract[0])
+        gemm, n_batch, n_summed = self.gemm, len(self.gemm.batch[0]), len(self.gemm.contract[0])
         if lhs.ndim == n_batch + n_summed:
-            product = self.with_rows()._replace(out_sharding=_with_axis(self.out_sharding, n_batch))
+            product = self.with_rows(out_sharding=_with_axis(gemm.out_sharding, n_batch))
             return jnp.squeeze(product.of_tensors(jnp.expand_dims(lhs, 0), rhs, *others), n_batch)
         if rhs.ndim == n_batch + n_summed:
             last = lhs.ndim - n_summed
-            product = self._replace(out_sharding=_with_axis(self.out_sharding, last))
+            product = self._replace(gemm=gemm._replace(out_sharding=_with_axis(gemm.out_sharding, last)))
             return jnp.squeeze(product.of_tensors(lhs, jnp.expand_dims(rhs, rhs.ndim), *others), last)
-        if self.recipe.folds_axes:
-            return _of_three_axes(self, lhs, rhs, *others)
-        zeros: tuple[gemms.Zeros, gemms.Zeros] = (), ()
+        if gemm.recipe.folds_axes:
+            return _of_three_axes(gemm, lhs, rhs, *others)
         if casts.is_whole(lhs) and casts.is_whole(rhs):
-            zeros = gemms.zeros_for(lhs.shape, rhs.shape, self.contract, self.batch)
-        return self.run(lhs, rhs, *others, shardings=_explicit_shardings(lhs, rhs), zeros=zeros)
-
-    def run(
-        self, lhs: Array, rhs: Array, scales: Any, bias: Any, seed: Any, fused: Any, *, shardings: Any, zeros: Any
-    ) -> Array:
-        """The product of two tensors, with its derivative."""
-        gemm = Gemm(
-            recipe=self.recipe,
-            contract=self.contract,
-            batch=self.batch,
-            ndims=(lhs.ndim, rhs.ndim),
-            lhs_dtype=lhs.dtype,
-            rhs_dtype=rhs.dtype,
-            out_dtype=self.out_dtype,
-            dgrad_dtype=self.dgrad_dtype,
-            bias_dtype=None if bias is None else bias.dtype,
-            lhs_sharding=shardings[0],
-            rhs_sharding=shardings[1],
-            out_sharding=self.out_sharding,
-            lhs_zeros=zeros[0],
-            rhs_zeros=zeros[1],
-            by_own_amax=self.by_own_amax,
-        )
-        return first_derivatives.in_reverse(_matmul)(gemm, lhs, rhs, scales, bias, seed, fused)
+            lhs_zeros, rhs_zeros = gemms.zeros_for(lhs.shape, rhs.shape, gemm.contract, gemm.batch)
+            gemm = gemm._replace(lhs_zeros=lhs_zeros, rhs_zeros=rhs_zeros)
+        lhs_sharding, rhs_sharding = _explicit_shardings(lhs, rhs)
+        gemm = gemm._replace(ndims=(lhs.ndim, rhs.ndim), lhs_sharding=lhs_sharding, rhs_sharding=rhs_sharding)
+        return first_derivatives.in_reverse(_matmul)(gemm, lhs, rhs, *others)
 
 
-def _of_three_axes(
-    product: _Product, lhs: Array, rhs: Array, scales: None, bias: None, seed: Any, fused: None
-) -> Array:
+def _of_three_axes(gemm: Gemm, lhs: Array, rhs: Array, scales: None, bias: None, seed: Any, fused: None) -> Array:
     """The product of lhs as [B, M, K] and rhs as [B, K, N]: several axes of a kind count as one, in their order."""
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = product.contract, product.batch
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = gemm.contract, gemm.batch
     lhs_free = [i for i in range(lhs.ndim) if i not in (*lhs_contract, *lhs_batch)]
     rhs_free = [i for i in range(rhs.ndim) if i not in (*rhs_contract, *rhs_batch)]
     shape = [lhs.shape[i] for i in (*lhs_batch, *lhs_free)] + [rhs.shape[i] for i in rhs_free]
-    three = product._replace(contract=((2,), (1,)), batch=((0,), (0,)), out_sharding=None)
+    three = gemm._replace(contract=((2,), (1,)), batch=((0,), (0,)), ndims=(3, 3), out_sharding=None)
 
     def folded(x: Array, *groups: Sequence[int]) -> Array:
         order = [i for group in groups for i in group]
@@ -312,13 +293,12 @@ def _of_three_axes(
 
     def run(lhs: Array, rhs: Array, seed: Any) -> Array:
         lhs, rhs = folded(lhs, lhs_batch, lhs_free, lhs_contract), folded(rhs, rhs_batch, rhs_contract, rhs_free)
-        out = three.run(lhs, rhs, scales, bias, seed, fused, shardings=(None, None), zeros=((), ()))
-        return out.reshape(shape)
+        return first_derivatives.in_reverse(_matmul)(three, lhs, rhs, scales, bias, seed, fused).reshape(shape)
 
     if not shardings.is_explicit(lhs) and not shardings.is_explicit(rhs):
         return run(lhs, rhs, seed)
-    numbers = (product.contract, product.batch)
-    plain = functools.partial(lax.dot_general, dimension_numbers=numbers, out_sharding=product.out_sharding)
+    numbers = (gemm.contract, gemm.batch)
+    plain = functools.partial(lax.dot_general, dimension_numbers=numbers, out_sharding=gemm.out_sharding)
     sharding: Any = jax.eval_shape(plain, lhs, rhs).sharding
     left_to_xla: Any = jax.sharding.auto_axes(run, out_sharding=sharding)
     return left_to_xla(lhs, rhs, seed)

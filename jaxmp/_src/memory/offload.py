@@ -134,8 +134,7 @@ def stream_updates(
     Raises:
       TypeError: `inner` is not an optax transform.
       ValueError: `window_bytes` is not a positive int; `inner` is one of jaxmp's fused optimizers, whose kernels can
-        only use device memory. At the step: `tx.update` under `mixed_precision` with state in host memory; masters in
-        host memory for kernels that are stored in fp8.
+        only use device memory. At the step: `tx.update` under `mixed_precision` with state in host memory.
 
     Example:
       >>> import jaxmp

@@ -35,7 +35,7 @@ class Fp8Stats(NamedTuple):
 
     Attributes:
       amax: path -> float32[...], the largest magnitude in this step, for gradients without the loss scale; 0 if the
-        tensor was not used, or is a frozen kernel that is stored in fp8. Of other stored kernels: of the master.
+        tensor was not used.
       scale: path -> float32[...], the scale that multiplied the tensor before the cast.
       saturated: path -> bool[...], whether values exceeded the largest value of the format.
 
