@@ -1,13 +1,10 @@
-"""Int8: its numbers are those of NumPy, its products run in int8, and every way in takes it."""
+"""Int8: its numbers are those of NumPy, and its products run in int8."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-import jaxmp
 from fp8_oracle import assert_products, int8_rows, products as fp8_products
 from helpers import assert_within_ulps
 from jaxmp import fp8
@@ -73,9 +70,6 @@ def test_a_sum_that_may_not_fit_into_int32_is_refused():
     x, w = jax.ShapeDtypeStruct((1, 133_145), jnp.bfloat16), jax.ShapeDtypeStruct((133_145, 1), jnp.bfloat16)
     with pytest.raises(ValueError, match="at most 133144 products in int32; got fprop over 133145 elements"):
         jax.eval_shape(lambda x, w: fp8.dot_general(x, w, MATMUL, recipe=fp8.Int8()), x, w)
-
-
-def test_the_longest_sum_fits():
     q = jnp.ones((1, 133_144))
     y = jax.jit(lambda q: fp8.dot_general(q, q.T, MATMUL, recipe=fp8.Int8()))(q)
     np.testing.assert_allclose(y, 133_144, rtol=1e-6)
@@ -103,44 +97,8 @@ def test_random_rounding_needs_a_key_for_a_gradient_only():
     assert not fp8.Int8(stochastic_rounding=True, dgrad="bfloat16", wgrad="bfloat16").rounds_at_random
 
 
-def _way(name, recipe):
-    """(function of (params, x), params)."""
-    if name == "linen":
-        model = nn.Dense(32)
-        with fp8.autocast(recipe, filter=("*",)):
-            params = model.init(jax.random.key(0), jnp.ones((8, 48)))["params"]
-
-        def apply(params, x):
-            with fp8.autocast(recipe, filter=("*",)):
-                return model.apply({"params": params}, x)
-
-        return apply, params
-    if name == "nnx":
-        model = nnx.Linear(48, 32, rngs=nnx.Rngs(0))
-        jaxmp.nnx.to_fp8(model, recipe, filter=lambda path, layer: True)
-        graph, params = nnx.split(model)
-        return lambda params, x: nnx.merge(graph, params)(x), params
-    w = jnp.asarray(_normal(48, 32, seed=1))
-    if name == "autocast":
-        return jaxmp.autocast(lambda w, x: x @ w, "bf16", recipe=recipe, filter=lambda path, eqn: True), w
-    if name == "gated":
-        return lambda w, x: fp8.gated_mlp(x, w, w, w.T, recipe=recipe), w
-    return lambda w, x: fp8.einsum("bk,kn->bn", x, w, recipe=recipe), w
-
-
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("way", ["linen", "nnx", "autocast", "gated", "einsum"])
-def test_every_way_in_takes_it(way):
-    apply, params = _way(way, fp8.Int8())
-    x = jnp.asarray(_normal(8, 48))
-    jaxpr = str(jax.make_jaxpr(apply)(params, x))
-    assert "preferred_element_type=int32" in jaxpr
-    grads = jax.jit(jax.grad(lambda params: (apply(params, x) ** 2).sum().astype("f4")))(params)
-    assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(grads) if g.ndim == 2)
-
-
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("around", ["jit", "vmap", "scan", "remat"])
+@pytest.mark.parametrize("around", ["vmap", "scan", "remat"])
 def test_it_goes_through_transformations(around):
     xs, w = jnp.asarray(_normal(3, 8, 32)), jnp.asarray(_normal(32, 16, seed=1))
 
@@ -148,7 +106,6 @@ def test_it_goes_through_transformations(around):
         return fp8.dot_general(x, w, MATMUL, recipe=fp8.Int8())
 
     ways = {
-        "jit": jax.jit(lambda xs, w: jnp.stack([f(x, w) for x in xs])),
         "vmap": jax.vmap(f, (0, None)),
         "scan": lambda xs, w: jax.lax.scan(lambda c, x: (c, f(x, w)), 0.0, xs)[1],
         "remat": lambda xs, w: jnp.stack([jax.checkpoint(f, policy=fp8.save_quantized)(x, w) for x in xs]),
