@@ -1,8 +1,5 @@
 """The bias of an fp8 layer: its gradient is summed in float32 in the pass that casts the gradient of the result."""
 
-import functools
-import warnings
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -61,47 +58,34 @@ def test_value_and_gradient(recipe, dtype):
         assert_sums(d_bias, g)
 
 
+VECTOR, OUTER, BATCH = (((0,), (0,)), ((), ())), (((), ()), ((), ())), (((2,), (1,)), ((0,), (0,)))
+FORMS = {  # lhs, rhs, bias, dimension numbers, axes of vmap
+    "rows not of 16": (X[:23], W, BIAS, MATMUL, None),
+    "vector": (X[0], W, BIAS, VECTOR, None),
+    "outer": (X[0], W[0], BIAS, OUTER, None),
+    "two free axes": (X, W.reshape(32, 6, 8), BIAS.reshape(6, 8), MATMUL, None),
+    "no free axis": (X, W[:, 0], BIAS[0], MATMUL, None),
+    "batch": (X.reshape(2, 32, 32), jnp.stack([W, W]), BIAS, BATCH, None),
+    "vmap": (X.reshape(4, 16, 32), W, BIAS, MATMUL, (0, None, None)),
+    "vmap of all": (X.reshape(4, 16, 32), jnp.stack([W] * 4), jnp.stack([BIAS] * 4), MATMUL, (0, 0, 0)),
+}
+
+
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize(
-    "case", ["rows not of 16", "vector", "outer", "two free axes", "no free axis", "batch", "vmap", "vmap of all"]
-)
-def test_every_form(case):
+@pytest.mark.filterwarnings("ignore:this matmul runs in float32:jaxmp.fp8.FallbackWarning")  # the outer product
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(form):
     """Whatever the shapes, the gradient of the bias is the sum of that of the result."""
-    x, w, bias, numbers = X, W, BIAS, MATMUL
-    run = functools.partial(jaxmp.fp8.dot_general, dimension_numbers=MATMUL, recipe=RECIPE, scales=scales())
-    if case == "rows not of 16":
-        x = X[:23]
-    elif case == "vector":
-        x, numbers = X[0], (((0,), (0,)), ((), ()))
-    elif case == "outer":
-        x, w, numbers = X[0], W[0], (((), ()), ((), ()))
-    elif case == "two free axes":
-        w, bias = W.reshape(32, 6, 8), BIAS.reshape(6, 8)
-    elif case == "no free axis":
-        w, bias = W[:, 0], BIAS[0]
-    elif case == "batch":
-        x, w, numbers = X.reshape(2, 32, 32), jnp.stack([W, W]), (((2,), (1,)), ((0,), (0,)))
-    elif case == "vmap":
-        x = X.reshape(4, 16, 32)
-    elif case == "vmap of all":
-        x, w, bias = X.reshape(4, 16, 32), jnp.stack([W] * 4), jnp.stack([BIAS] * 4)
+    x, w, bias, numbers, axes = FORMS[form]
 
     def f(x, w, bias):
-        call = functools.partial(run, dimension_numbers=numbers)
-        one = lambda x, w, bias: call(x, w, bias=bias)  # noqa: E731
-        if case == "vmap":
-            return jax.vmap(one, (0, None, None))(x, w, bias)
-        return jax.vmap(one)(x, w, bias) if case == "vmap of all" else one(x, w, bias)
+        return jaxmp.fp8.dot_general(x, w, numbers, recipe=RECIPE, scales=scales(), bias=bias)
 
-    def loss(bias):
-        return jnp.sum(f(x, w, bias) * g)
-
-    with warnings.catch_warnings():
-        if case == "outer":
-            warnings.simplefilter("ignore", jaxmp.fp8.FallbackWarning)
-        g = jnp.asarray(np.random.default_rng(1).normal(size=jax.eval_shape(f, x, w, bias).shape).astype(np.float32))
-        got = jax.jit(jax.grad(loss))(bias)
-    if case == "vmap of all":
+    f = f if axes is None else jax.vmap(f, axes)
+    y, backward = jax.vjp(lambda bias: jax.jit(f)(x, w, bias), bias)
+    g = np.random.default_rng(1).normal(size=y.shape).astype(np.float32)
+    (got,) = backward(g)
+    if form == "vmap of all":
         for one, part in zip(got, g, strict=True):
             assert_sums(one, part)
     else:
@@ -138,7 +122,7 @@ def step_of(model, policy):
 
 
 def biases(grads):
-    return {path: np.asarray(x) for path, x in tree_paths.leaves_by_path(grads).items() if path.endswith("bias")}
+    return {path: x for path, x in tree_paths.leaves_by_path(grads).items() if path.endswith("bias")}
 
 
 @pytest.mark.thorough(0)
@@ -169,10 +153,7 @@ def test_linen(way, policy, monkeypatch):
 @pytest.mark.thorough(2)
 @pytest.mark.parametrize("way", ["plain", "general", "off", "remat", "split by flax", "off, general"])
 def test_nnx(way):
-    """A layer of nnx hands its bias to the product, also a float32 one beside 16 bits; without fp8 it is flax's.
-
-    The state has the arrays of flax's layer, and the two scales more; nothing else moves.
-    """
+    """A layer of nnx hands its bias to the product, also a float32 one beside 16 bits; without fp8 it is flax's."""
     cls, n_out = (nnx.LinearGeneral, (6, 8)) if "general" in way else (nnx.Linear, 48)
     layer = cls(32, n_out, dtype=jnp.bfloat16, bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0))
     flax_y, g = layer(X), G.reshape(layer(X).shape)
@@ -233,10 +214,7 @@ def test_shard_map():
 
     def spread(params, opt_state, x, g):
         _, grads = step(params, opt_state, x, g)
-        return jax.lax.psum(biases_of(grads), "data")
-
-    def biases_of(grads):
-        return {path: x for path, x in tree_paths.leaves_by_path(grads).items() if path.endswith("bias")}
+        return jax.lax.psum(biases(grads), "data")
 
     specs = P(), P(), P("data"), P("data")
     got = jax.jit(jax.shard_map(spread, mesh=mesh, in_specs=specs, out_specs=P()))(params, opt_state, X, G)
