@@ -68,14 +68,14 @@ def compiled(recipe):
 @pytest.mark.parametrize("name", RECIPES)
 def test_result_and_gradients_are_those_of_float32(name, sizes):
     recipe, sizes = RECIPES[name], np.int32(SIZES[sizes])
-    x, w, grad = whole_numbers(0, M, K), whole_numbers(1, 4, K, N), whole_numbers(2, M, N)
+    x, w, grad = whole_numbers(0, M, K), 4 * whole_numbers(1, 4, K, N), 2 * whole_numbers(2, M, N)  # of three amaxes
     x[sum(sizes) :] *= 1000  # rows of nobody are in no amax
     grad[sum(sizes) :] = np.nan  # nor in a gradient
     start = 0.0 if recipe is not RECIPES["delayed, any scale"] else 1.0
     scales = None if isinstance(recipe, CurrentScaling) else Scales(*np.full(3, start, F32))
     y, d_x, d_w, amaxes = compiled(recipe)(x, w, sizes, grad, scales)
-    assert_exact(jax.tree.map(np.abs, (y, d_x, d_w)), jax.tree.map(np.abs, oracle(x, w, sizes, grad)))
-    assert_exact(y * 1, oracle(x, w, sizes, grad)[0])
+    without_signs_of_zeros = jax.tree.map(lambda t: t + 0.0, ((y, d_x, d_w), oracle(x, w, sizes, grad)))
+    assert_exact(*without_signs_of_zeros)
     if scales is not None:
         used = [np.max(np.abs(t[: sum(sizes)]), initial=F32(0)) for t in (x, grad)]
         assert_exact(amaxes, Scales(used[0], np.max(np.abs(w)), used[1]))
@@ -119,7 +119,7 @@ def test_the_kernel_of_a_gpu_gives_these_numbers(monkeypatch):
     run = backends.run
     monkeypatch.setattr(backends, "run", lambda _, *args, **more: run("interpret", *args, **more))
     found = compiled.__wrapped__(DelayedScaling())(x, w, sizes, grad, scales)
-    assert_exact(jax.tree.map(np.abs, found), jax.tree.map(np.abs, wanted))
+    assert_exact(*jax.tree.map(lambda t: t + 0.0, (found, wanted)))
 
 
 def test_what_it_does_not_take():
@@ -152,22 +152,19 @@ class NnxExperts(nnx.Module):
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("fp8_weights", [False, True])
-def test_a_layer_of_experts_trains(fp8_weights):
-    """All scales move, and the loss falls; with kernels stored in fp8, too."""
+def test_a_layer_of_experts_trains():
+    """All scales move, and the loss falls."""
     x, sizes, target = whole_numbers(0, M, K), jnp.int32(SIZES["rows of nobody"]), whole_numbers(1, M, N)
     params32 = jax.jit(Experts().init)(jax.random.key(0), x, sizes)["params"]
-    policy = jaxmp.get_policy("fp8", fp8_weights=fp8_weights)
-    tx = jaxmp.mixed_precision(optax.sgd(0.05), policy, recipe=DelayedScaling(amax_history_len=4))
-    params, opt_state = policy.cast_to_param(params32), tx.init(params32)
-    assert (params["kernel"].dtype == jnp.float8_e4m3fn) == fp8_weights
+    tx = jaxmp.mixed_precision(optax.sgd(0.05), "fp8", recipe=DelayedScaling(amax_history_len=4))
+    params, opt_state = params32, tx.init(params32)
 
     def loss_fn(params):
         return jnp.mean(jnp.square(Experts().apply({"params": params}, x, sizes).astype(F32) - target))
 
     @jax.jit
     def step(params, opt_state):
-        loss, grads = jaxmp.value_and_grad(loss_fn, policy=policy)(params, opt_state=opt_state)
+        loss, grads = jaxmp.value_and_grad(loss_fn, policy="fp8")(params, opt_state=opt_state)
         return *jaxmp.apply_gradients(tx, grads, opt_state, params), loss
 
     losses = []
