@@ -10,14 +10,13 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
-from test_block_matmul import MATMUL, gradients, normal, product, scaled_matmul
+from test_block_matmul import MATMUL, gradients, normal, product
 
 import block_oracle
 import jaxmp
 from fp8_oracle import assert_products, nvfp4_rewritten, nvfp4_values, products
 from helpers import assert_exact, assert_moved, assert_same_program
 from jaxmp import fp8
-from jaxmp._src.base import hardware
 from jaxmp._src.fp8 import nvfp4
 from jaxmp._src.numerics import float_bits
 from jaxmp.fp8 import NVFP4
@@ -125,16 +124,8 @@ def test_products_of_the_blocks_are_exact(recipe):
             assert_products([t[i : i + 1] for t in found], member)
 
 
-@pytest.mark.thorough(0)
-def test_blackwells_path_is_the_same_product(monkeypatch):
-    monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
-    monkeypatch.setattr(hardware, "on_block_scaled_hardware", lambda in_blocks, otherwise: in_blocks)
-    x, w, g = normal(1, 1, 48, 80), normal(2, 1, 80, 32), normal(3, 1, 48, 32)
-    f = jax.jit(functools.partial(gradients, product(NEAREST, (((2,), (1,)), ((0,), (0,))))))
-    assert_products(f(x, w, g), products(NEAREST, x, w, g))
-
-
 RANDOM = NVFP4()
+KEYS = jax.random.split(jax.random.key(0), 30)
 
 
 def keyed(x, w, key, recipe=RANDOM):
@@ -176,49 +167,43 @@ plain = jax.grad(functools.partial(loss, keyed), argnums=(0, 1))
 jitted = jax.jit(plain)
 
 
+def checkpointed(x, w, key):
+    return jax.checkpoint(keyed)(x, w, key)
+
+
+def scanned(x, w, key):
+    return jax.lax.scan(lambda carry, x: (carry, keyed(x, w, key)), None, x[None])[1][0]
+
+
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("how", ["remat", "scan", "shard_map", "shard_map_unchecked", "explicit"])
+@pytest.mark.parametrize("how", ["remat", "scan", "explicit", "shard_map", "shard_map_unchecked"])
 def test_transformations(how):
-    """The gradients with a key are those without the transformation."""
-    x, w, key = normal(1, 16, 48), normal(2, 48, 32), jax.random.key(3)
-    if how == "remat":
-        run = jax.grad(functools.partial(loss, jax.checkpoint(keyed)), argnums=(0, 1))
-    elif how == "scan":
-
-        def scanned(x, w, key):
-            _, y = jax.lax.scan(lambda carry, x: (carry, keyed(x, w, key)), None, x[None])
-            return y[0]
-
-        run = jax.grad(functools.partial(loss, scanned), argnums=(0, 1))
+    """The gradients with a key are those without the transformation; those of a device's rows, in shard_map."""
+    x, w, key = normal(1, 64, 48), normal(2, 48, 32), jax.random.key(3)
+    mesh_of = functools.partial(jax.make_mesh, (4,), ("data",), devices=jax.devices()[:4])
+    if how.startswith("shard_map"):
+        given = {"in_specs": (P("data"), P(), P()), "out_specs": P("data"), "check_vma": how == "shard_map"}
+        mesh = mesh_of(axis_types=(AxisType.Auto,))
+        found = [jax.jit(jax.shard_map(lambda *args: plain(*args)[0], mesh=mesh, **given))(x, w, key)]
+        expected = [np.concatenate([jitted(part, w, key)[0] for part in np.split(x, 4)])]
     elif how == "explicit":
-        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
-        with jax.set_mesh(mesh):
-            dx, dw = jax.jit(plain)(jax.reshard(x, P("data")), jax.reshard(w, P()), key)
-        for found, expected in zip((dx, dw), jitted(x, w, key), strict=True):
-            np.testing.assert_allclose(found, expected, atol=1e-3)
-        return
+        with jax.set_mesh(mesh_of(axis_types=(AxisType.Explicit,))):
+            found = jitted(jax.reshard(x, P("data")), jax.reshard(w, P()), key)
+        expected = jitted(x, w, key)
     else:
-        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-        run = jax.shard_map(
-            lambda x, w, key: plain(x, w, key)[0],
-            mesh=mesh,
-            in_specs=(P("data"), P(), P()),
-            out_specs=P("data"),
-            check_vma=how == "shard_map",
-        )
-        x = normal(1, 64, 48)
-        dx = jax.jit(run)(x, w, key)
-        parts = [jitted(part, w, key)[0] for part in np.split(x, 4)]
-        np.testing.assert_allclose(dx, np.concatenate(parts), atol=1e-3)
-        return
-    for found, expected in zip(jax.jit(run)(x, w, key), jitted(x, w, key), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-3)
+        f = checkpointed if how == "remat" else scanned
+        found = jax.jit(jax.grad(functools.partial(loss, f), argnums=(0, 1)))(x, w, key)
+        expected = jitted(x, w, key)
+    for actual, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=1e-3)
 
 
 # training
 
 
 class Mlp(nn.Module):
+    """Three layers: the first and the last stay in 16 bits."""
+
     @nn.compact
     def __call__(self, x):
         for _ in range(2):
@@ -232,12 +217,13 @@ def batch():
 
 
 @pytest.mark.thorough(0)
-def test_training_linen_with_a_key_like_dropouts():
+@pytest.mark.parametrize("recipe", [NVFP4(), fp8.MXFP8(), fp8.BlockScaling(fp8_format="HYBRID")], ids=type)
+def test_training_linen(recipe):
+    """With a key like Dropout's, if gradients are rounded at random. An inf skips the step."""
     x, target = batch()
-    recipe, model = NVFP4(), Mlp()
-    tx = jaxmp.mixed_precision(optax.adam(1e-2), "bf16")
+    model, tx = Mlp(), jaxmp.mixed_precision(optax.adam(1e-2), "bf16", recipe=recipe)
 
-    def loss_fn(params, key):
+    def loss_fn(params, x, key):
         with fp8.autocast(recipe):
             y = model.apply({"params": params}, x, rngs={"rounding": key})
         return jnp.mean((y - target) ** 2)
@@ -246,24 +232,25 @@ def test_training_linen_with_a_key_like_dropouts():
         params32 = jax.jit(model.init)(jax.random.key(0), x)["params"]
 
     @jax.jit
-    def step(params, opt_state, key):
-        loss, grads = jaxmp.value_and_grad(loss_fn, policy="bf16")(params, key, opt_state=opt_state)
+    def step(params, opt_state, x, key):
+        loss, grads = jaxmp.value_and_grad(loss_fn, policy="bf16")(params, x, key, opt_state=opt_state)
         return loss, grads, jaxmp.apply_gradients(tx, grads, opt_state, params)
 
     params, opt_state = jaxmp.get_policy("bf16").cast_to_param(params32), tx.init(params32)
-    _, first, _ = step(params, opt_state, jax.random.key(1))
-    _, again, _ = step(params, opt_state, jax.random.key(1))
-    _, other, _ = step(params, opt_state, jax.random.key(2))
+    assert str(np.dtype(recipe.dtype())).removeprefix("float4_") in str(step.trace(params, opt_state, x, KEYS[0]).jaxpr)
+    first, again, other = (step(params, opt_state, x, KEYS[i])[1] for i in (1, 1, 2))
     assert_same_program(first, again)
-    differs = [bool((a != b).any()) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True)]
-    assert any(differs)
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True)
+    assert any(bool((a != b).any()) for a, b in pairs) == recipe.rounds_at_random
     losses = []
-    for i in range(30):
-        loss, _, (params, opt_state) = step(params, opt_state, jax.random.key(i))
+    for key in KEYS[:30]:
+        loss, _, (params, opt_state) = step(params, opt_state, x, key)
         losses.append(float(loss))
     assert losses[-1] < 0.6 * losses[0]
-    text = str(jax.make_jaxpr(step)(params, opt_state, jax.random.key(0)))
-    assert "f4_e2m1fn" in text or "float4_e2m1fn" in text
+    x[0, 0] = np.inf
+    _, _, (after, opt_state) = step(params, opt_state, x, KEYS[0])
+    assert_moved(after, params)
+    assert bool(jaxmp.get_metrics(opt_state)["skipped"])
 
 
 @pytest.mark.thorough(0)
