@@ -13,12 +13,11 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings, strategies as st
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from fp8_model import GRAD, LHS, MATMUL, RHS, scale_leaves
-from helpers import assert_close, assert_exact, assert_moved, sqnr
+from helpers import assert_close, assert_exact, sqnr
 from jaxmp._src.programs import jaxprs
 from jaxmp.fp8 import (
     MXFP8,
@@ -111,22 +110,8 @@ def test_quantize_saturates_and_keeps_nan(dtype, source):
     assert_exact(
         quantize(jnp.ones((2, 3)), jnp.array([[1.0], [2.0]]), dtype), np.float32([[1] * 3, [2] * 3]).astype(dtype)
     )
-
-
-def test_dequantize_by_any_scale():
-    q = jnp.array([448.0, -3.0, 0.0], E4M3)
-    assert_exact(dequantize(q, jnp.float32(3.0), BF16), (np.float32([448, -3, 0]) * F32(1 / 3)).astype(BF16))
-
-
-def test_noise_of_the_casts():
-    """Measured: 31.5 dB in e4m3 and 25.5 dB in e5m2, by any recipe; torchao asks for 25 and 20."""
-    x = np.random.default_rng(0).normal(size=(256, 256)).astype(F32)
-    for dtype, floor in [(E4M3, 31.0), (E5M2, 25.0)]:
-        for power_of_two in (True, False):
-            recipe = CurrentScaling(fp8_format="E4M3" if dtype == E4M3 else "HYBRID", power_of_two=power_of_two)
-            scale = jax.jit(functools.partial(recipe.scale, backward=dtype == E5M2))(np.max(np.abs(x)))
-            got = sqnr(x, dequantize(quantize(x, scale, dtype), scale, F32))
-            assert floor < got < floor + 1.5
+    thirds = dequantize(jnp.array([448.0, -3.0, 0.0], dtype), jnp.float32(3.0), BF16)
+    assert_exact(thirds, (np.float32([448, -3, 0]) * F32(1 / 3)).astype(BF16))
 
 
 # One GEMM and its gradients
@@ -141,6 +126,7 @@ CASES = {  # lhs shape, rhs shape, dimension_numbers
     "contracting_out_of_order": ((16, 4, 8), (4, 8, 16), (((2, 1), (1, 0)), ((), ()))),
     "batch": ((3, 16, 32), (3, 32, 16), (((2,), (1,)), ((0,), (0,)))),
     "batch_elsewhere": ((16, 3, 32), (32, 16, 3), (((2,), (0,)), ((1,), (2,)))),
+    "rhs_free_on_both_sides": ((16, 32), (4, 32, 4), (((1,), (1,)), ((), ()))),
     "two_batch": ((2, 16, 3, 16), (3, 16, 16, 2), (((3,), (1,)), ((2, 0), (0, 3)))),
     # Sides that are no multiples of 16 are padded with zeros inside.
     "odd_sides": ((23, 37), (37, 10), MATMUL),
@@ -168,40 +154,33 @@ def test_result_and_gradients(name):
     assert np.any(cast(lhs, 1, E4M3) != lhs) and np.any(cast(grad, 1, E5M2) != grad)  # the casts do round
 
 
-SIDES = [(16,), (4, 4), (2, 2, 4), (3,), (5, 7), ()]
-
-
-@st.composite
-def contractions(draw):
-    batch = draw(st.sampled_from([(), (2,), (3, 2)]))
-    m, k, n = (draw(st.sampled_from(sides)) for sides in (SIDES, SIDES[:-1], SIDES))
-    lhs_order = draw(st.permutations(range(len(batch + m + k))))
-    rhs_order = draw(st.permutations(range(len(batch + k + n))))
-    lhs_shape = tuple((batch + m + k)[i] for i in lhs_order)
-    rhs_shape = tuple((batch + k + n)[i] for i in rhs_order)
-    pairing = draw(st.permutations(range(len(k))))
-    batches = draw(st.permutations(range(len(batch))))
-    numbers = (
-        (
-            tuple(lhs_order.index(len(batch + m) + i) for i in pairing),
-            tuple(rhs_order.index(len(batch) + i) for i in pairing),
-        ),
-        (tuple(lhs_order.index(i) for i in batches), tuple(rhs_order.index(i) for i in batches)),
-    )
-    return lhs_shape, rhs_shape, numbers
-
-
-@pytest.mark.thorough(0)
-@settings(max_examples=6)
-@given(contractions())
-def test_any_contraction(case):
-    lhs_shape, rhs_shape, numbers = case
-    lhs, rhs = whole_numbers(0, *lhs_shape), whole_numbers(1, *rhs_shape)
-    out_shape = jax.eval_shape(lambda a, b: jax.lax.dot_general(a, b, numbers), lhs, rhs).shape
-    grad = whole_numbers(2, *out_shape)
-    y, d_lhs, d_rhs, _ = run(lhs, rhs, grad, numbers)
-    expected = oracle(lhs, rhs, grad, numbers, (1, 1, 1))
-    assert_exact((y, d_lhs, d_rhs), tuple(x.astype(F32) for x in expected))
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize(
+    ("recipe", "scales", "backward"),
+    [
+        (HYBRID, UNIT, "f8E5M2"),
+        (ONLY_E4M3, UNIT, "f8E4M3FN"),
+        (CurrentScaling(), None, "f8E5M2"),
+        (DelayedScaling(power_of_two=False), UNIT, "f8E5M2"),
+    ],
+    ids=["hybrid", "e4m3", "current", "any_scale"],
+)
+def test_the_program_for_cuda_multiplies_fp8_in_multiples_of_16(recipe, scales, backward):
+    args = jnp.ones((5, 20), BF16), jnp.ones((20, 10)), jnp.ones((5, 10), BF16), scales
+    text = compiled(MATMUL, recipe, ()).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    forward, dgrad, wgrad = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    e4m3 = "f8E4M3FN"
+    for line, left, right, fast in [
+        (forward, f"16x32x{e4m3}", f"32x16x{e4m3}", True),
+        (dgrad, f"16x16x{backward}", f"32x16x{e4m3}", False),
+        (wgrad, f"16x32x{e4m3}", f"16x16x{backward}", False),
+    ]:
+        types = re.search(r": \(tensor<(\w+)>, tensor<(\w+)>\) -> tensor<\d+x\d+x(\w+)>", line)
+        assert types and types.groups()[:2] == (left, right), line
+        narrow = recipe.power_of_two and line is not wgrad  # the weight is float32
+        assert types.group(3) == ("bf16" if narrow else "f32")
+        assert f"allow_imprecise_accumulation = {str(fast).lower()}" in line
+        assert "accumulation_type = f32" in line
 
 
 @pytest.mark.thorough(2)
@@ -269,12 +248,6 @@ def test_the_result_has_the_narrower_dtype_and_gradients_those_of_the_inputs(lhs
     assert (y.dtype, d_lhs.dtype, d_rhs.dtype) == (expected, lhs_dtype, rhs_dtype)
 
 
-def test_the_gradient_of_a_float32_weight_is_not_rounded():
-    lhs, rhs, grad = (whole_numbers(i, 16, 16) for i in range(3))
-    _, _, d_rhs, _ = run(lhs.astype(BF16), rhs, grad, MATMUL)
-    assert np.any(np.asarray(d_rhs.astype(BF16).astype(F32) != d_rhs))
-
-
 def test_float16_results_whose_accumulator_is_beyond_float16():
     """q reaches 448 * 448 * 16 = 3.2e6; unscaled it is small."""
     x = np.full((16, 16), 0.025, F16)
@@ -287,50 +260,26 @@ def test_float16_results_whose_accumulator_is_beyond_float16():
 # What is not finite
 
 
-@functools.cache
-def step_with(recipe, leaves):
-    tx = jaxmp.mixed_precision(optax.adam(0.1), "bf16", recipe=recipe if leaves else None)
-
-    @jax.jit
-    def step(params, opt_state, x, blow_up):
-        def loss_fn(params):
-            scales = Scales(params[LHS], params[RHS], params[GRAD]) if leaves else None
-            y = dot_general(x, params["w"], MATMUL, recipe=recipe, scales=scales)
-            return jnp.sum(y.astype(F32)) * blow_up
-
-        _, grads = jaxmp.value_and_grad(loss_fn)(params, opt_state=opt_state)
-        return (*jaxmp.apply_gradients(tx, grads, opt_state, params), grads)
-
-    params = {"w": np.ones((16, 16), BF16)} | (scale_leaves() if leaves else {})
-    return functools.partial(step, params, jax.jit(tx.init)(params)), params
-
-
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan], ids=str)
 @pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling()], ids=["delayed", "current"])
-def test_what_is_not_finite_skips_the_step(recipe, bad):
-    """Delayed scaling reports it as an amax of inf; current scaling, which has none, by a result of NaN."""
-    step, params = step_with(recipe, recipe is HYBRID)
-    x = np.ones((16, 16), BF16)
-    poisoned = x.copy()
-    poisoned[3, 4] = bad
-    for data, factor in [(poisoned, 1.0), (x, bad), (x, 1.0)]:
-        new, opt_state, grads = step(data, F32(factor))
-        skipped = bool(jaxmp.get_metrics(opt_state)["skipped"])
-        assert skipped == (data is poisoned or factor != 1.0)
-        if skipped:
-            assert_moved(new, params)
-        if recipe is HYBRID:
-            amaxes = jaxmp.fp8.get_amaxes(grads)
-            assert_exact(amaxes[LHS], F32(np.inf if data is poisoned else 1.0))
-            assert np.isinf(amaxes[GRAD]) == (factor != 1.0)
+def test_what_is_not_finite_shows(recipe, bad):
+    """Delayed scaling reports it as an amax of inf; current scaling, which has none, by a result of NaN.
 
-
-def test_current_scaling_hides_no_overflow():
-    lhs, rhs = whole_numbers(0, 16, 16), whole_numbers(1, 16, 16)
-    lhs[0, 0] = np.inf
-    y, *_ = run(lhs, rhs, lhs, MATMUL, recipe=CurrentScaling(), scales=None)
-    assert np.all(np.isnan(y))
+    A NaN stays where it is in padded tensors: zeros of one operand meet zeros of the other.
+    """
+    ones = [np.ones(shape, F32) for shape in ((3, 5), (5, 7), (3, 7))]
+    for role, shown in enumerate([(0, 2), (0, 1), (1, 2)]):  # results that read lhs, rhs and the gradient
+        lhs, rhs, grad = given = [x.copy() for x in ones]
+        given[role][1, 2] = bad
+        *found, amaxes = run(*given, MATMUL, recipe=recipe, scales=UNIT if recipe is HYBRID else None)
+        if recipe is not HYBRID:
+            for some in (np.any, np.all):
+                assert [bool(some(np.isnan(x))) for x in found] == [i in shown for i in range(3)]
+            continue
+        assert_exact(amaxes, Scales(*(F32(np.inf if i == role else 1) for i in range(3))))
+        if np.isnan(bad):
+            assert_exact([np.isnan(x) for x in found], [np.isnan(x) for x in (lhs @ rhs, grad @ rhs.T, lhs.T @ grad)])
 
 
 @pytest.mark.thorough(1)
@@ -343,17 +292,9 @@ def test_current_scaling(power_of_two, size):
     y, d_lhs, d_rhs, _ = run(lhs, rhs, grad, MATMUL, recipe=recipe, scales=None)
     scales = [np.float64(F32(limit) / np.max(np.abs(x))) for x, limit in [(lhs, 448), (rhs, 448), (grad, 57344)]]
     if power_of_two:
-        scales = [2.0 ** np.floor(np.log2(s)) for s in scales]
-    if power_of_two:
-        scales = [np.clip(s, 2.0**-63, 2.0**63) for s in scales]
+        scales = [np.clip(2.0 ** np.floor(np.log2(s)), 2.0**-63, 2.0**63) for s in scales]
     for got, want in zip((y, d_lhs, d_rhs), oracle(lhs, rhs, grad, MATMUL, scales), strict=True):
         assert_close(got, want.astype(F32), rtol=1e-5, atol=1e-6 * float(np.max(np.abs(want))))
-
-
-def test_zeros_have_a_scale():
-    zeros = np.zeros((16, 16), F32)
-    y, d_lhs, d_rhs, _ = run(zeros, zeros, zeros, MATMUL, recipe=CurrentScaling(), scales=None)
-    assert_exact((y, d_lhs, d_rhs), (zeros, zeros, zeros))
 
 
 # Sides of other lengths than multiples of 16
@@ -371,51 +312,23 @@ def test_sides_that_are_empty_or_odd(recipe, shape):
         assert_exact(amaxes, Scales(*(np.max(np.abs(x), initial=F32(0)) for x in (lhs, rhs, grad))))
 
 
-def gemm_sides(text):
-    """The lengths of all axes of the operands of fp8 dot_generals in a lowered program."""
-    lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line and "f8E" in line]
-    operands = [re.search(r": \((.*)\) ->", line).group(1) for line in lines]
-    return [[int(side) for side in re.findall(r"(\d+)x", operand)] for operand in operands]
-
-
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling()], ids=["delayed", "current"])
-def test_all_sides_of_the_gemms_for_gpus_are_multiples_of_16(recipe):
-    def three(lhs, rhs, scales):
-        y, vjp = jax.vjp(lambda *args: dot_general(*args, MATMUL, recipe=recipe, scales=scales), lhs, rhs)
-        return y, *vjp(y)
-
-    args = jnp.ones((5, 20), BF16), jnp.ones((20, 10)), UNIT if recipe is HYBRID else None
-    sides = gemm_sides(jax.jit(three).trace(*args).lower(lowering_platforms=("cuda",)).as_text())
-    assert sides == [[16, 32, 32, 16], [16, 16, 32, 16], [16, 32, 16, 16]]
-
-
-def test_inf_and_nan_stay_where_they_are_in_padded_tensors():
-    """A zero beside a NaN is no NaN: zeros of one operand meet zeros of the other."""
-    lhs, rhs, grad = np.ones((3, 5), F32), np.ones((5, 7), F32), np.ones((3, 7), F32)
-    lhs[1, 2] = np.nan
-    y, d_lhs, d_rhs, amaxes = run(lhs, rhs, grad, MATMUL)
-    assert_exact(np.isnan(y), np.isnan(lhs @ rhs))
-    assert_exact(d_lhs, grad @ rhs.T)
-    assert_exact(np.isnan(d_rhs), np.isnan(lhs.T @ grad))
-    assert_exact(amaxes, Scales(F32(np.inf), F32(1), F32(1)))
-
-
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("rows", [8, 12, 20])
 def test_a_batch_split_over_devices_gives_the_same_bits(rows):
     """Of split tensors XLA pads what each device has; in shard_map each device pads its own rows."""
     lhs, rhs, grad = whole_numbers(0, rows, 20), whole_numbers(1, 20, 10), whole_numbers(2, rows, 10)
     whole = run(lhs, rhs, grad, MATMUL)
-    mesh = Mesh(jax.devices()[:4], ("data",))
-    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
-    split = compiled(MATMUL, HYBRID, ())(put(lhs, "data"), put(rhs), put(grad, "data"), UNIT)
-    assert_exact(split, whole)
-    explicit = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(AxisType.Explicit,))
-    put = lambda x, *spec: jax.device_put(x, NamedSharding(explicit, P(*spec)))  # noqa: E731
-    assert_exact(compiled(MATMUL, HYBRID, ())(put(lhs, "data"), put(rhs), put(grad, "data"), UNIT), whole)
+    mesh, explicit = (
+        jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(kind,))
+        for kind in (AxisType.Auto, AxisType.Explicit)
+    )
+    split = compiled(MATMUL, HYBRID, ())
+    for mesh_of_data in (mesh, explicit):
+        of_data, on_all = (NamedSharding(mesh_of_data, spec) for spec in (P("data"), P()))
+        put = jax.device_put(lhs, of_data), jax.device_put(rhs, on_all), jax.device_put(grad, of_data)
+        assert_exact(split(*put, UNIT), whole)
     with jax.set_mesh(explicit):  # a weight that nobody put on the mesh
-        assert_exact(compiled(MATMUL, HYBRID, ())(put(lhs, "data"), rhs, put(grad, "data"), UNIT), whole)
+        assert_exact(split(put[0], rhs, put[2], UNIT), whole)
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P(), P("data")), out_specs=(P("data"), P()))
     def local(lhs, rhs, grad):
@@ -459,6 +372,14 @@ def test_operands_that_the_same_program_computes_in_bfloat16_are_rounded_first(r
 # vmap
 
 
+def with_gradients(f, grad):
+    def all_of(x, w, scales):
+        y, vjp = jax.vjp(lambda x, w, s: f(x, w, *s), x, w, scales)
+        return y, *vjp(grad)
+
+    return all_of
+
+
 def one_example(recipe):
     """A model of one example, x [K] times w [K, N]."""
     numbers = (((0,), (0,)), ((), ()))
@@ -471,22 +392,6 @@ def gemms_of(f, *args):
     lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     shapes = [re.findall(r"tensor<([\dx]+)xf32>", line)[:2] for line in lines]
     return [tuple(tuple(int(side) for side in x.split("x")) for x in pair) for pair in shapes]
-
-
-def vmapped_gradients(recipe, scales, x, w, grad):
-    def all_of(x, w, scales):
-        y, vjp = jax.vjp(lambda x, w, s: jax.vmap(one_example(recipe), (0, *[None] * 4))(x, w, *s), x, w, scales)
-        return y, *vjp(grad)
-
-    return all_of, jax.jit(all_of)(x, w, scales)
-
-
-def test_a_model_of_one_example_runs_as_one_gemm_under_vmap():
-    """The batch joins the rows, also in the gradient of the weight; the amaxes are those of the whole batch."""
-    x, w, grad = whole_numbers(0, 24, 20), whole_numbers(1, 20, 10), whole_numbers(2, 24, 10)
-    f, got = vmapped_gradients(HYBRID, UNIT, x, w, grad)
-    assert_exact(got, run(x, w, grad, MATMUL))
-    assert gemms_of(f, x, w, UNIT) == [((32, 32), (32, 16)), ((32, 16), (32, 16)), ((32, 32), (32, 16))]
 
 
 @pytest.mark.thorough(0)
@@ -518,6 +423,14 @@ def test_vmap_joins_rows_inside_what_stands_around_the_model(recipe, around):
         assert all(np.array_equal(a, b) or sqnr(b, a) > 25 for a, b in pairs)
 
 
+def test_a_model_of_one_example_runs_as_one_gemm_under_vmap():
+    """The batch joins the rows, also in the gradient of the weight; the amaxes are those of the whole batch."""
+    x, w, grad = whole_numbers(0, 24, 20), whole_numbers(1, 20, 10), whole_numbers(2, 24, 10)
+    f = with_gradients(jax.vmap(one_example(HYBRID), (0, *[None] * 4)), grad)
+    assert_exact(jax.jit(f)(x, w, UNIT), run(x, w, grad, MATMUL))
+    assert gemms_of(f, x, w, UNIT) == [((32, 32), (32, 16)), ((32, 16), (32, 16)), ((32, 32), (32, 16))]
+
+
 def test_gradients_of_each_example():
     """vmap of grad: one gradient for each example, and the largest amax over all."""
     x, w = whole_numbers(0, 24, 20), whole_numbers(1, 20, 10)
@@ -542,19 +455,13 @@ def test_members_with_weights_of_their_own_under_vmap_of_examples():
     x, w = whole_numbers(0, 6, 3, 20), whole_numbers(1, 3, 20, 10)
     leaves = Scales(*(np.arange(3, dtype=F32) - i for i in range(3)))
     grad = whole_numbers(2, 6, 3, 10)
-    experts = jax.vmap(one_example(HYBRID))
-    f = jax.vmap(experts, (0, *[None] * 4))
-
-    def all_of(x, w, scales):
-        y, vjp = jax.vjp(lambda x, w, s: f(x, w, *s), x, w, scales)
-        return y, *vjp(grad)
-
-    y, d_x, d_w, amaxes = jax.jit(all_of)(x, w, leaves)
+    f = with_gradients(jax.vmap(jax.vmap(one_example(HYBRID)), (0, *[None] * 4)), grad)
+    y, d_x, d_w, amaxes = jax.jit(f)(x, w, leaves)
     for i in range(3):
         member = Scales(*(leaf[i] for leaf in leaves))
         want = run(x[:, i], w[i], grad[:, i], MATMUL, scales=member)
         assert_exact((y[:, i], d_x[:, i], d_w[i], jax.tree.map(lambda a, i=i: a[i], amaxes)), want)
-    assert gemms_of(all_of, x, w, leaves)[0] == ((3, 16, 32), (3, 32, 16))
+    assert gemms_of(f, x, w, leaves)[0] == ((3, 16, 32), (3, 32, 16))
 
 
 # Arguments that fp8 does not take
@@ -569,13 +476,6 @@ def test_a_product_that_sums_over_no_axis_runs_in_the_result_s_dtype():
     assert_exact(y, jnp.asarray(lhs)[:, None] * jnp.asarray(rhs, BF16)[None])
     assert d_rhs.dtype == F32
     assert_exact(amaxes, Scales(F32(0), F32(0), F32(0)))
-    opt_state = jaxmp.unscale_and_skip(optax.identity()).init(())
-    f = lambda params: jnp.sum(  # noqa: E731
-        dot_general(lhs, params["w"], numbers, recipe=HYBRID, scales=Scales(params[LHS], params[RHS], params[GRAD]))
-    ).astype(F32)
-    with pytest.warns(FallbackWarning):
-        _, grads = jaxmp.value_and_grad(f)({"w": jnp.asarray(rhs)} | scale_leaves(), opt_state=opt_state)
-    assert all(np.all(grads[name] == 0) for name in (LHS, RHS, GRAD))  # not used
 
 
 def test_a_recipe_with_state_needs_scales_and_others_take_none():
@@ -584,76 +484,6 @@ def test_a_recipe_with_state_needs_scales_and_others_take_none():
         dot_general(x, x, MATMUL, recipe=HYBRID)
     with pytest.raises(ValueError, match=r"takes none; got CurrentScaling and scales=given"):
         dot_general(x, x, MATMUL, recipe=CurrentScaling(), scales=UNIT)
-
-
-# A feed-forward block
-
-
-@pytest.mark.thorough(0)
-def test_noise_of_a_feed_forward_block():
-    """y = gelu(x w1) w2 against float32, in dB. Measured: result 25.4; gradients of x, w1, w2 21.1, 21.0,
-    23.1 with e5m2 and 24.3, 24.3, 25.3 with e4m3."""
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: (rng.normal(size=shape) / shape[0] ** 0.5).astype(F32)  # noqa: E731
-    x, w1, w2 = draw(64, 64) * 8, draw(64, 256), draw(256, 64)
-    target = draw(64, 64) * 8
-
-    def block(dot, x, w1, w2):
-        return dot(jax.nn.gelu(dot(x, w1)), w2)
-
-    def all_of(dot):
-        y, vjp = jax.vjp(functools.partial(block, dot), x, w1, w2)
-        return y, *vjp(target)
-
-    exact = jax.jit(functools.partial(all_of, jnp.matmul))()
-    for recipe in (CurrentScaling(), CurrentScaling(power_of_two=False), CurrentScaling(fp8_format="E4M3")):
-        dot = functools.partial(dot_general, dimension_numbers=MATMUL, recipe=recipe)
-        got = [sqnr(a, b) for a, b in zip(exact, jax.jit(functools.partial(all_of, dot))(), strict=True)]
-        assert got[0] > 25
-        assert min(got) > (24 if recipe.fp8_format == "E4M3" else 20.5)
-
-
-# The program for GPUs
-
-
-def products(recipe, scales=UNIT):
-    """The dot_generals of forward and backward, lowered for cuda: (lhs type, rhs type, algorithm, result type)."""
-
-    def three(lhs, rhs, grad, scales):
-        f = lambda lhs, rhs: dot_general(lhs, rhs, MATMUL, recipe=recipe, scales=scales)  # noqa: E731
-        y, vjp = jax.vjp(f, lhs, rhs)
-        return y, *vjp(grad)
-
-    x, w = jnp.ones((16, 32), BF16), jnp.ones((32, 48))
-    text = jax.jit(three).trace(x, w, jnp.ones((16, 48), BF16), scales).lower(lowering_platforms=("cuda",)).as_text()
-    return [line for line in text.splitlines() if "stablehlo.dot_general" in line]
-
-
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize(
-    ("recipe", "scales", "backward"),
-    [
-        (HYBRID, UNIT, "f8E5M2"),
-        (ONLY_E4M3, UNIT, "f8E4M3FN"),
-        (CurrentScaling(), None, "f8E5M2"),
-        (DelayedScaling(power_of_two=False), UNIT, "f8E5M2"),
-    ],
-    ids=["hybrid", "e4m3", "current", "any_scale"],
-)
-def test_the_program_for_cuda_multiplies_fp8(recipe, scales, backward):
-    forward, dgrad, wgrad = products(recipe, scales)
-    e4m3 = "f8E4M3FN"
-    for line, left, right, fast in [
-        (forward, e4m3, e4m3, True),
-        (dgrad, backward, e4m3, False),
-        (wgrad, e4m3, backward, False),
-    ]:
-        types = re.search(r": \(tensor<\d+x\d+x(\w+)>, tensor<\d+x\d+x(\w+)>\) -> tensor<\d+x\d+x(\w+)>", line)
-        assert types and types.groups()[:2] == (left, right), line
-        narrow = recipe.power_of_two and line is not wgrad  # the weight is float32
-        assert types.group(3) == ("bf16" if narrow else "f32")
-        assert f"allow_imprecise_accumulation = {str(fast).lower()}" in line
-        assert "accumulation_type = f32" in line
 
 
 # einsum
@@ -676,21 +506,13 @@ EQUATIONS = {
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_einsum_is_that_of_the_quantized_operands(equation):
     lhs, rhs = (whole_numbers(i, *shape) for i, shape in enumerate(EQUATIONS[equation]))
-    y = jax.jit(functools.partial(einsum, equation, recipe=HYBRID, scales=UNIT))(lhs, rhs)
-    expected = np.einsum(equation, cast(lhs, 1, E4M3), cast(rhs, 1, E4M3))
-    assert_exact(y, expected.astype(F32))
-
-
-def test_einsum_s_gradients():
-    lhs, rhs, grad = whole_numbers(0, 2, 16, 16), whole_numbers(1, 16, 4, 8), whole_numbers(2, 2, 16, 4, 8)
-
-    @jax.jit
-    def gradients(lhs, rhs, grad):
-        return jax.vjp(functools.partial(einsum, "btd,dhk->bthk", recipe=HYBRID, scales=UNIT), lhs, rhs)[1](grad)
-
+    leading = "xy"[: lhs.ndim - len(re.findall("[a-z]", equation.split(",")[0]))]
+    a, b, c = re.split(",|->", equation.replace(" ", "").replace("...", leading))
+    grad = whole_numbers(2, *np.einsum(equation, lhs, rhs).shape)
+    f = with_gradients(lambda x, w, *s: einsum(equation, x, w, recipe=HYBRID, scales=Scales(*s)), grad)
     q_lhs, q_rhs, q_grad = cast(lhs, 1, E4M3), cast(rhs, 1, E4M3), cast(grad, 1, E5M2)
-    expected = (np.einsum("bthk,dhk->btd", q_grad, q_rhs), np.einsum("btd,bthk->dhk", q_lhs, q_grad))
-    assert_exact(gradients(lhs, rhs, grad), tuple(x.astype(F32) for x in expected))
+    products = [(f"{a},{b}->{c}", q_lhs, q_rhs), (f"{c},{b}->{a}", q_grad, q_rhs), (f"{a},{c}->{b}", q_lhs, q_grad)]
+    assert_exact(jax.jit(f)(lhs, rhs, UNIT)[:3], tuple(np.einsum(*x).astype(F32) for x in products))
 
 
 @pytest.mark.parametrize(
@@ -699,7 +521,6 @@ def test_einsum_s_gradients():
         ("ij,jk", "it needs two operands and '->'"),
         ("ij->ij", "it needs two operands and '->'"),
         ("ij,jk,kl->il", "it needs two operands and '->'"),
-        ("ijk,jk->i", "it does not fit operands of 2 and 2 axes"),
         ("i,ij->j", "it does not fit operands of 2 and 2 axes"),
         ("ii,ij->j", "a label may come once in each operand"),
         ("ij,jk->iik", "a label may come once in each operand"),
