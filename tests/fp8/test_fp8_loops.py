@@ -33,57 +33,16 @@ from fp8_model import (
     start,
     to_host,
 )
-from helpers import assert_close, assert_exact, assert_moved, assert_same_program, reductions
+from helpers import assert_close, assert_exact, assert_moved, reductions
 from jaxmp._src.fp8 import scale_leaves as scale_leaves_lib
 from jaxmp.fp8 import is_scale
-from regimes import AXIS, DEVICES, REGIMES, mesh_of
+from regimes import AXIS, DEVICES, mesh_of
 
 F32 = np.float32
 ROWS = DEVICES * SIDE
 
 
-# Several devices: one MAX, in value_and_grad (tests/test_fp8_regimes.py compares whole runs)
-
-
-def make_batches():
-    """Device 2 has larger data in step 1; in step 2 one of its rows holds inf, which a cast to fp8 makes finite."""
-    batches = [make_batch(i, ROWS) for i in range(3)]
-    batches[1]["x"][2 * SIDE : 3 * SIDE] *= 37
-    batches[2]["x"][2 * SIDE + 1, 3] = np.inf
-    return batches
-
-
-@pytest.mark.thorough(0)
-@pytest.mark.parametrize("regime", ["pmap", "shard_map"])
-def test_a_mean_of_the_whole_gradient_tree_changes_nothing(regime):
-    """Amaxes are the same on every device already, so whether the user's pmean goes over them does not matter."""
-    tx = make_tx("fp16", optax.sgd(0.1), loss_scale=jaxmp.DynamicLossScale(2.0**12, growth_interval=1, hysteresis=1))
-    regime = REGIMES[regime]
-
-    def step(state, batch, mean):
-        params, opt_state, *_ = state
-        loss, grads = jaxmp.value_and_grad(model_loss)(params, batch, opt_state=opt_state)
-        reduced = mean(grads)
-        params, opt_state = jaxmp.apply_gradients(tx, reduced, opt_state, params)
-        return (params, opt_state, only_amaxes(grads["a"]), only_amaxes(reduced["a"])), loss
-
-    compiled = regime.compile(step)
-    state = jax.block_until_ready(regime.place((*start(tx), scale_leaves(), scale_leaves())))
-    trace = []
-    for batch in make_batches():
-        state, _ = jax.block_until_ready(compiled(state, jax.block_until_ready(regime.shard(batch))))
-        copies = regime.copies(state)
-        assert len(copies) == DEVICES
-        for copy in copies:
-            assert_same_program(copy, copies[0])
-        params, opt_state, observed, reduced = copies[0]
-        assert_exact(observed, reduced)
-        assert_exact(observed[LHS], F32(np.max(np.abs(batch["x"].astype(np.float16)))))
-        trace.append((params, opt_state))
-    _, larger, overflow = trace
-    assert bool(jaxmp.get_metrics(overflow[1])["skipped"])
-    assert_moved(overflow[0], larger[0])
-    assert_moved(guarded(overflow[1]), guarded(larger[1]))
+# Several devices: one MAX, in value_and_grad (tests/suites/test_fp8_regimes.py compares whole runs)
 
 
 @pytest.mark.thorough(1)
@@ -128,7 +87,8 @@ def test_an_axis_left_out_of_the_gradients_is_not_left_out_of_the_amaxes():
         _, (_, grads) = make_step(tx, axis_name=())(state, batch)
         return {name: amax[None] for name, amax in only_amaxes(grads["a"]).items()}
 
-    batch = make_batches()[1]
+    batch = make_batch(1, ROWS)
+    batch["x"][2 * SIDE : 3 * SIDE] *= 37  # of one device
     spread = jax.shard_map(step, mesh=mesh_of(), in_specs=(P(), P(AXIS)), out_specs=P(AXIS), check_vma=False)
     observed = jax.jit(spread)(start(tx, "bf16"), batch)
     for amax in observed.values():
