@@ -128,10 +128,9 @@ OPT_STATE = jaxmp.unscale_and_skip(optax.identity()).init(())
 @pytest.mark.thorough(0)
 @pytest.mark.filterwarnings("ignore::jaxmp.fp8.FallbackWarning")
 def test_of_linen_layers_under_autocast():
-    policy = jaxmp.get_policy("fp8", fp8_weights=True)
     model = Wrapped()
     with jaxmp.fp8.autocast(RECIPE, filter=anything):
-        params = jax.jit(lambda key: policy.cast_to_param(model.init(key, X)["params"]))(jax.random.key(0))
+        params = jax.jit(model.init)(jax.random.key(0), X)["params"]
         with jaxmp.autocast(dtype=jnp.bfloat16):
             loss = jaxmp.value_and_grad(lambda params, x: mean_square(model.apply({"params": params}, x)))
             _, grads = jax.jit(loss)(params, X, opt_state=OPT_STATE)

@@ -12,7 +12,6 @@ from jax.sharding import AxisType, PartitionSpec as P
 from fp8_oracle import assert_products, products
 from jaxmp import fp8
 from jaxmp._src.base import hardware
-from jaxmp._src.fp8 import block_matmul
 from jaxmp.fp8 import MXFP8, NVFP4, BlockScaling, RowwiseScaling
 
 RECIPES = [
@@ -57,7 +56,7 @@ def product_and_gradients(recipe, dimension_numbers=MATMUL):
 
 def product(recipe, dimension_numbers=MATMUL, out_dtype=jnp.float32):
     return functools.partial(
-        block_matmul.dot_general, dimension_numbers=dimension_numbers, recipe=recipe, out_dtype=out_dtype
+        fp8.dot_general, dimension_numbers=dimension_numbers, recipe=recipe, preferred_element_type=out_dtype
     )
 
 

@@ -147,35 +147,3 @@ def test_flax_optimizers_say_which_filter_to_pass():
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=RECIPE)
     with pytest.raises(ValueError, match=r"wrt=nnx\.Any\(nnx\.LoRAParam, jaxmp\.nnx\.Fp8Scale\)"):
         nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
-
-
-@pytest.mark.thorough(0)
-@pytest.mark.parametrize("calibrated", [False, True])
-def test_a_frozen_kernel_that_is_stored_in_fp8_keeps_its_scale(calibrated):
-    """It is no param of the optimizer, so nobody writes it again; its scale is (`wrt=nnx.LoRAParam`)."""
-
-    def losses(fp8_weights):
-        rngs = nnx.Rngs(0)
-        model = nnx.Sequential(*(nnx.LoRALinear(SIDE, SIDE, lora_rank=2, rngs=rngs) for _ in range(3)))
-        policy = jaxmp.get_policy("fp8", fp8_weights=fp8_weights)
-        jaxmp.nnx.to_fp8(model)
-        tx = jaxmp.mixed_precision(optax.sgd(0.0), policy)
-        optimizer = jaxmp.nnx.Optimizer(model, tx, wrt=nnx.LoRAParam, policy=policy)
-        jaxmp.nnx.cast_to_param(model, policy)
-        assert (model.layers[1].kernel[...].dtype == jnp.float8_e4m3fn) is fp8_weights
-        loss_fn = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
-        if calibrated:
-            optimizer.calibrate(model, loss_fn, X)
-
-        @nnx.jit
-        def step(model, optimizer):
-            grad = jaxmp.nnx.value_and_grad(loss_fn, policy=policy, wrt=nnx.LoRAParam)
-            loss, grads = grad(model, X, opt_state=optimizer)
-            optimizer.update(model, grads)
-            return loss
-
-        found = [float(step(model, optimizer)) for _ in range(4)]
-        assert optimizer.metrics["fp8/unused"] == 0  # the frozen kernel is used without a cast
-        return found
-
-    np.testing.assert_allclose(losses(fp8_weights=True)[1:], losses(fp8_weights=False)[1:], rtol=1e-2)

@@ -22,11 +22,12 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(2, SIDE, SIDE)).astype(np.
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.attention = nnx.MultiHeadAttention(2, SIDE, decode=False, rngs=rngs)
-        self.mlp = jaxmp.nnx.GatedMLP(SIDE, 32, recipe=RECIPE, rngs=rngs)
+        self.gate, self.up = (nnx.Linear(SIDE, 32, use_bias=False, rngs=rngs) for _ in range(2))
+        self.down = nnx.Linear(32, SIDE, use_bias=False, rngs=rngs)
 
     def __call__(self, x):
         x = x + self.attention(x)
-        return x + self.mlp(x)
+        return x + self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
 class Stack(nnx.Module):
@@ -58,16 +59,15 @@ def state_of(model, optimizer):
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("policy", ["fp8", jaxmp.get_policy("fp8", fp8_weights=True)], ids=["fp8", "fp8_weights"])
-def test_checkpoint_and_resume(tmp_path, policy):
+def test_checkpoint_and_resume(tmp_path):
     """Scales and histories are stacks, saved and restored as such; the next step has the bits of the uninterrupted."""
-    model, optimizer = job(0, policy)
+    model, optimizer = job(0, "fp8")
     for i in range(2):
         step(model, optimizer, X * (i + 1))
     scales = {p: x for p, x in tree_paths.leaves_by_path(nnx.as_pure(nnx.state(model))).items() if is_scale(p)}
     assert {x.shape for x in scales.values()} == {(DEPTH,)} and len(scales) == 3 * 7
     assert all(np.all(np.asarray(x) != 0) for p, x in scales.items() if "rhs" in p)
-    other, fresh = job(1, policy)
+    other, fresh = job(1, "fp8")
     with checkpoint.manager(tmp_path) as manager:
         checkpoint.save(manager, 0, params=nnx.state(model, nnx.Param), opt_state=nnx.as_pure(optimizer.opt_state))
         manager.wait_until_finished()
