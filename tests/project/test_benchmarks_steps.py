@@ -104,8 +104,8 @@ def test_an_operation_is_named_by_its_layer(op_name, layer):
     assert h100_steps.layer_of(op_name) == layer
 
 
-def row(precision, ms, temp_mib=100.0):
-    return {"row": precision, "stack": "GPT", "framework": "linen", "remat": True, "devices": 1} | {
+def row(precision, ms, temp_mib=100.0, remat=False):
+    return {"row": precision, "stack": "GPT", "framework": "linen", "remat": remat, "devices": 1} | {
         "precision": precision,
         "ms": ms,
         "temp_mib": temp_mib,
@@ -118,5 +118,8 @@ def test_steps_are_judged_beside_by_hand_and_bf16():
     assert h100_steps.missed([hand, bf16 | {"ms": 10.5}, row("fp8 delayed", 8.0, 105.0)]) == [
         "bf16: 1.050 of by hand, over 1.02",
         "fp8 delayed: 1.25 times as fast as by hand, below 1.32",
-        "fp8 delayed: 1.05 of the temp of bf16, over 1",
     ]
+    hand, bf16, fp8 = (
+        row(name, 9.0, mib, remat=True) for name, mib in ((steps.BY_HAND, 9), ("bf16", 9), ("fp8 delayed", 10))
+    )
+    assert h100_steps.missed([hand, bf16, fp8]) == ["fp8 delayed: 1.11 of the temp of bf16, over 1"]

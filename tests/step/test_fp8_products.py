@@ -57,6 +57,27 @@ def count_fp8(fn, *args):
 # Which matmuls
 
 
+def test_matmuls_in_float64_are_named():
+    """Not left in silence, beside others in fp8; a policy runs flax's layers in fp8 whatever their inputs are."""
+
+    def fn(weights, x):
+        y = mlp(weights, x.astype(jnp.float32))
+        return y + mlp([w.astype(jnp.float64) for w in weights[:3]], x)
+
+    weights = weights_of(4)
+    with jax.enable_x64(True):
+        x = jnp.asarray(X, jnp.float64)
+        with pytest.warns(jaxmp.fp8.FallbackWarning, match="in float64 instead of fp8: cast its operands to float32"):
+            found = matmuls(in_fp8(fn, filter=everywhere), weights, x)
+        assert found == {FORWARD: 4, "float64": 3}
+        model, policy = nn.Sequential([nn.Dense(WIDTH, name=f"dense_{i}") for i in range(4)]), "fp8"
+        params = jaxmp.autocast(model.init, policy)(KEY, x)["params"]
+        opt_state = jaxmp.mixed_precision(optax.sgd(0.1), policy).init(params)
+        loss = lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2)  # noqa: E731
+        step = lambda params, x: jaxmp.value_and_grad(loss, policy=policy)(params, x, opt_state=opt_state)  # noqa: E731
+        assert matmuls(step, params, x)[FORWARD] == matmuls(step, params, x.astype(jnp.float32))[FORWARD] == 2
+
+
 def test_all_but_the_ends_of_a_plain_function():
     weights = weights_of(4)
     assert matmuls(in_fp8(mlp), weights, X) == {FORWARD: 2, "bfloat16": 2}

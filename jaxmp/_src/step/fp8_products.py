@@ -80,15 +80,16 @@ class Chooser:
             if could and not ambient.is_in_loss():  # else value_and_grad says it
                 _warn_of_state(len(could))
             return [None] * len(operations)
-        if doubles := [o.path or "(top)" for o in operations if o.why_not == weighted_matmuls.IN_FLOAT64]:
-            matmul.warn_of_fallback(jnp.float64, "cast its operands to float32", ", ".join(doubles[:4]))
+        doubles = {o.path or "(top)": None for o in operations if o.why_not == weighted_matmuls.IN_FLOAT64}
+        if doubles:
+            matmul.warn_of_fallback(jnp.dtype(jnp.float64), "cast its operands to float32", ", ".join([*doubles][:4]))
         ends = chosen_layers.ends((o.place, o.in_loop) for o in operations if o.weight is not None or o.is_layer)
         chosen = [self._choose(operation, ends) for operation in operations]
         if not self.of_policy:
             whys = [choice if isinstance(choice, str) else None for choice in chosen]
             found = [(o.path, why, o.why_not is None) for o, why in zip(operations, whys, strict=True)]
             see = " jaxmp.explain_autocast(fn, *args, recipe=...) shows all."
-            self.rule.warn(found, idle_only=any(o.is_layer for o in operations), see=see)
+            self.rule.warn(found, idle_only=bool(doubles) or any(o.is_layer for o in operations), see=see)
         return chosen
 
     def check_region(self) -> None:
