@@ -50,6 +50,11 @@ def _why_not(first: float, what: str, generation: str) -> str | None:
     return None
 
 
+def capability() -> float:
+    """The compute capability that programs for GPUs are traced for: where it differs, no trace may be used again."""
+    return _oldest_gpu()
+
+
 def gpu_kind() -> str | None:
     """The name of the first GPU of this machine, such as "NVIDIA H100 80GB HBM3"; None without a GPU."""
     return next((gpu.device_kind for gpu in backend.gpus()), None)

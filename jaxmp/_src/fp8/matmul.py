@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxmp._src.base import ambient, compat, vmap_rules
+from jaxmp._src.base import ambient, compat, hardware, vmap_rules
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import casts, first_derivatives, fused_casts, gemms, remat
@@ -159,6 +159,7 @@ def dot_general(
         bias_dtype=None if summed is None else summed.dtype,
         out_sharding=out_sharding,
         by_own_amax=own_amax,
+        capability=hardware.capability(),
     )
     arrays, treedef = jax.tree.flatten((lhs, rhs, scales, summed, seed, fused))
     out = _Product(gemm, treedef).call(*arrays).astype(out_dtype)
@@ -316,6 +317,8 @@ def _matmul(gemm: Gemm, lhs: Array, rhs: Array, scales: Scales | None, bias: Any
     return gemms.multiplied(gemms.fprop(gemm), x.of["fprop"], w.of["fprop"], gemm.recipe.multiply)
 
 
+# Traced once for each kind of layer, and written out in each: a deep model has many layers of one kind.
+@functools.partial(jax.jit, static_argnums=0, inline=compat.WRITTEN_OUT)
 def _forward(
     gemm: Gemm, lhs: Array, rhs: Array, scales: Scales | None, bias: Any, seed: Any, fused: Any
 ) -> tuple[Array, Any]:
@@ -333,11 +336,19 @@ def _forward(
 
 def _backward(gemm: Gemm, kept: Any, grad: Array) -> tuple[Any, ...]:
     """dx and dw; the amaxes, and the gradient of a bias."""
+    summed = gemms.dgrad(gemm).contract[0]
+    fused = fused_casts.find(grad, summed) if gemm.recipe.has_state and not gemm.batch[0] else None
+    *found, d_bias = _gradients(gemm, kept, grad, fused)
+    seed = kept[-1]
+    return *found, d_bias, None if seed is None else np.zeros(seed.shape, jax.dtypes.float0), None
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=compat.WRITTEN_OUT)
+def _gradients(gemm: Gemm, kept: Any, grad: Array, fused: Any) -> tuple[Any, ...]:
     recipe, grad = gemm.recipe, once(grad)
     x, w, lhs_amax, rhs_amax, leaf, seed = remat.unpacked(kept)
     dgrad, wgrad = gemms.dgrad(gemm), gemms.wgrad(gemm)
     if narrow := recipe.narrow("grad"):
-        fused = fused_casts.find(grad, dgrad.contract[0]) if recipe.has_state and not gemm.batch[0] else None
         g = recipe.cast(gemm, "grad", grad, narrow, leaf=leaf, fused=fused, seed=seed)
     else:
         g = casts.no_cast(gemm, grad, leaf)
@@ -351,8 +362,7 @@ def _backward(gemm: Gemm, kept: Any, grad: Array) -> tuple[Any, ...]:
         dw = gemms.in_bfloat16(wgrad, x, grad)
     amaxes = None if g.amax is None else Scales(lhs_amax, rhs_amax, g.amax)
     d_bias = None if g.sums is None else g.sums.astype(gemm.bias_dtype)
-    no_gradient = None if seed is None else np.zeros(seed.shape, jax.dtypes.float0)
-    return checkpoint_name(dx, fused_casts.PRODUCT).astype(gemm.lhs_dtype), dw, amaxes, d_bias, no_gradient, None
+    return checkpoint_name(dx, fused_casts.PRODUCT).astype(gemm.lhs_dtype), dw, amaxes, d_bias
 
 
 _matmul.defvjp(_forward, _backward)

@@ -265,8 +265,8 @@ def scale_of(leaf: Float[Array, ""], *, holds_log2: bool) -> tuple[Float[Array, 
     leaf = compat.max_dtype_to_float32(leaf)
     if not holds_log2:
         return leaf, 1.0 / leaf
-    exponent = jnp.clip(leaf, np.float32(-63), np.float32(63))
-    return float_bits.power_of_two(exponent), float_bits.power_of_two(-exponent)
+    scale = float_bits.normal_power_of_two(lax.clamp(np.float32(-63), leaf, np.float32(63)))
+    return scale, float_bits.inverse_of_power_of_two(scale)
 
 
 def max_of_scales(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> PyTree:

@@ -103,6 +103,17 @@ def power_of_two(log2: Float[Array, "..."]) -> Float[Array, "..."]:
     return _from_exponent(jnp.round(jnp.asarray(log2, jnp.float32)).astype(jnp.int32))
 
 
+def normal_power_of_two(log2: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`power_of_two` of numbers from -126 to 127, in the fewest operations: each layer in fp8 has six of them.
+
+    Example:
+      >>> normal_power_of_two(jnp.array([-1.0, 3.0])).tolist()
+      [0.5, 8.0]
+    """
+    exponent = lax.convert_element_type(lax.round(log2, lax.RoundingMethod.TO_NEAREST_EVEN), jnp.int32)
+    return from_bits(lax.shift_left(lax.add(exponent, np.int32(127)), np.int32(23)))
+
+
 def log2_of_power_of_two(scale: Float[Array, "..."]) -> Float[Array, "..."]:
     """log2 of a power of two, in float32, from -126 to 127; rounded down for others. 0 gives -126, inf 127."""
     field = to_bits(jnp.asarray(scale, jnp.float32)) >> 23
