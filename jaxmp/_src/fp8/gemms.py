@@ -57,7 +57,7 @@ class Gemm(NamedTuple):
     lhs_zeros: Zeros = ()  # added to lhs before the cast
     rhs_zeros: Zeros = ()
     by_own_amax: bool = False  # each tensor is cast with the scale of its own amax, not with that of its leaf
-    capability: float | None = None  # of the GPUs that it is traced for: a part of the key of a trace that is used again
+    capability: float | None = None  # of the GPUs that it is traced for: part of the key under which a trace is kept
 
     def zeros(self, role: str) -> Zeros:
         """The zeros that are added to "lhs", "rhs" or "grad", which has those of the result."""
