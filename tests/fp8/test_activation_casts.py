@@ -1,5 +1,7 @@
 """An activation before an fp8 layer is computed in the pass that casts its result, by a kernel; the numbers stay."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -112,6 +114,11 @@ def made_of(function, dtype=jnp.float32):
     rng = np.random.default_rng(1)
     args = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((SIDE, SIDE), (SIDE, SIDE), (SIDE,)))
     return *jax.jit(trace)(*args), found[0]
+
+
+def test_the_stream_of_a_deep_net_is_not_followed_to_its_first_layer():
+    _, _, made = made_of(lambda a, b: functools.reduce(lambda x, _: jnp.tanh(x) + b, range(1000), a))
+    assert made is None
 
 
 @pytest.mark.thorough(6)

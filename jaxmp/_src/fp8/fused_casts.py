@@ -26,6 +26,7 @@ from pallas_kernels import passes, reference
 
 PRODUCT = "jaxmp.product"  # names the results of matmuls in fp8 where they are differentiated
 _MOST_STEPS, _MOST_TENSORS = 48, 3  # the gradient of silu(a) b by a is of these two and of that of the result
+_MOST_LOOKS = 128  # the stream of a deep net leads to its first layer
 _LINEAR: dict[str, Callable[..., Any]] = {  # a sum of results is read for other reasons, too
     "add": lambda a, b: a + b,
     "add_any": lambda a, b: a + b,  # of gradients
@@ -124,6 +125,7 @@ def find(h: Array, summed: Sequence[int]) -> FusedCast | None:
     steps: list[tuple[str, tuple[Any, ...]]] = []
     tensors: list[Array] = []
     columns: list[Array] = []
+    looks: list[Any] = []
     known = ByIdentity()
 
     # An operand is a number (a constant), the number of a step, or the list that holds an argument with its place in it
@@ -136,6 +138,9 @@ def find(h: Array, summed: Sequence[int]) -> FusedCast | None:
 
     def operand(x: Any) -> Any:
         if (found := known.get(x)) is None:
+            looks.append(x)
+            if len(looks) > _MOST_LOOKS:
+                raise _NotFound
             found = of_array(x)
             known.set(x, found)
         return found
@@ -180,7 +185,7 @@ def find(h: Array, summed: Sequence[int]) -> FusedCast | None:
         name = f"{name} {params['y']}" if name == "integer_pow" else name
         if name not in _OPERATIONS and name not in _SAME_NUMBERS and name != "broadcast_in_dim":
             raise _NotFound
-        operands = tuple(operand_of(v) for v in eqn.invars)
+        operands = tuple([operand_of(v) for v in eqn.invars])
         if name in _SAME_NUMBERS or (name == "broadcast_in_dim" and isinstance(operands[0], float)):
             return operands[0]
         is_step = name != "broadcast_in_dim" and not (name in _SIGNS and operands[1] != 0.0)
