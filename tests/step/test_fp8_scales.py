@@ -91,6 +91,25 @@ def test_a_leaf_that_stays_gets_minus_zero():
     assert_moved(optax.apply_updates(params, moves), params)
 
 
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_only_what_clips_counts_as_saturated(power_of_two):
+    """fp8_max / amax is rounded, and so is its product with amax: an ulp above fp8_max is no saturation."""
+    recipe = DelayedScaling(amax_history_len=2, power_of_two=power_of_two)
+    name = "fp8_lhs_e4m3_log2_scale" if power_of_two else "fp8_lhs_e4m3_scale"
+    amaxes = np.random.default_rng(0).uniform(0.5, 2, 1000).astype(np.float32)
+    tx = scales_lib.update_amax(recipe)
+
+    @jax.jit
+    def saturated(amaxes, next_amaxes):
+        params = {name: jnp.full(amaxes.shape, 0.0 if power_of_two else 1.0)}
+        updates, state = tx.update({name: amaxes}, tx.init(params), params)
+        return tx.update({name: next_amaxes}, state, optax.apply_updates(params, updates))[1].saturated_tensors
+
+    assert saturated(amaxes, amaxes) == 0
+    above = np.where(np.arange(1000) < 100, amaxes * np.float32(2.01), amaxes)
+    assert saturated(amaxes, above) == 100
+
+
 def test_any_scale_moves_by_at_most_4096_a_step_and_the_state_records_the_leaf():
     tx = scales_lib.update_amax(ANY)
     params = {name: jnp.ones(()) for name in ANY_NAMES}
