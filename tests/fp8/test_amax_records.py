@@ -300,12 +300,13 @@ def test_a_layer_that_was_fed_zeros_is_used():
     assert metrics["fp8/unused"] == 0
 
 
-def test_plain_amaxes_are_taken_as_they_are():
-    """As `jax.grad` and programs of one's own give them."""
+def test_plain_amaxes_are_taken_as_they_are_and_counted():
+    """As `jax.grad` and programs of one's own give them: they do not show what was done to them."""
     tx = scales_lib.update_amax(jaxmp.fp8.DelayedScaling(amax_history_len=2))
     params = jax.tree.map(jnp.asarray, scale_leaves())
     _, state = jax.jit(tx.update)(scale_leaves(value=1e-30), tx.init(params), params)
     assert [group.amax_history[-1].tolist() for group in state.amax_states] == [[F32(1e-30)], [F32(1e-30)] * 2]
+    assert state.spoiled_tensors == 3
 
 
 def test_the_monitor_names_spoiled_amaxes():

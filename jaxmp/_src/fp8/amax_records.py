@@ -47,11 +47,13 @@ class Observed(NamedTuple):
       amax: float32[...], 0.0 where there is none.
       is_used: bool[...], whether the tensor was used, if only with zeros.
       is_spoiled: bool[...], whether the amax may be too small, or was lost.
+      is_record: bool[...], False of a plain amax, which does not show what was done to it.
     """
 
     amax: Float[Array, "..."]
     is_used: Bool[Array, "..."]
     is_spoiled: Bool[Array, "..."]
+    is_record: Bool[Array, "..."]
 
 
 def record(amax: Float[Array, "..."], is_used: Bool[Array, "..."]) -> Float[Array, "... 3"]:
@@ -73,7 +75,7 @@ def observe(pairs: Sequence[tuple[Any, Any]]) -> Observed:
     if all(are_records):  # a few operations for any number of leaves
         return read(jnp.concatenate([g.reshape(-1, SIZE) for g in gradients]))
     found = [
-        read(g.reshape(-1, SIZE)) if its else Observed(g.ravel(), ~(g.ravel() <= 0), jnp.zeros(g.size, bool))
+        read(g.reshape(-1, SIZE)) if its else Observed(g.ravel(), ~(g.ravel() <= 0), *jnp.zeros((2, g.size), bool))
         for g, its in zip(gradients, are_records, strict=True)
     ]
     return Observed(*map(jnp.concatenate, zip(*found, strict=True)))
@@ -105,7 +107,8 @@ def read(records: Float[Array, "... 3"]) -> Observed:
     is_finite = jnp.isfinite(variance)
     # An overflow: inf and NaN stay, for the decision to skip and for the semantics of TransformerEngine.
     amax = jnp.where(is_finite, jnp.where(is_lost, 0.0, found), s)
-    return Observed(jnp.where(is_used, amax, 0.0), is_used, is_used & is_finite & (is_lost | ~is_one))
+    is_spoiled = is_used & is_finite & (is_lost | ~is_one)
+    return Observed(jnp.where(is_used, amax, 0.0), is_used, is_spoiled, jnp.ones(is_used.shape, bool))
 
 
 def _without_rounding(amax: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 _WITHOUT_FP8 = (
     "Compute that term without fp8: put `with jaxmp.fp8.autocast(enabled=False)` around the model's call in it; the "
-    "layers then run in their inputs' dtype."
+    "layers then run in their inputs' dtype. In place of jaxmp.fp8.dot_general call jax.lax.dot_general there."
 )
 
 

@@ -33,7 +33,7 @@ from jaxtyping import Array, Float
 from jaxmp._src.base import ambient, compat, hardware, vmap_rules
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import shardings
-from jaxmp._src.fp8 import casts, first_derivatives, fused_casts, gemms, remat
+from jaxmp._src.fp8 import casts, first_derivatives, fused_casts, gemms, recipe as recipe_lib, remat
 from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.gemms import Gemm
 from jaxmp._src.fp8.scale_leaves import Scales as Scales
@@ -94,8 +94,8 @@ def dot_general(
       activation: "gelu", "gelu_exact" or "silu" (`pallas_kernels.activation`): lhs goes through it first. With
         `DelayedScaling` f(lhs) is computed in float32 and rounded once, to fp8; on a GPU (but for "gelu_exact") it is
         not written to memory in any other dtype. By other recipes it is rounded to the dtype of lhs in between.
-      bias: added to the product; of the shape of the axes of rhs that are not summed over. With `DelayedScaling` its
-        gradient is summed in float32, in the pass that casts the gradient of the result.
+      bias: added to the product; of the shape of the axes of rhs that are neither summed over nor batch axes. With
+        `DelayedScaling` its gradient is summed in float32, in the pass that casts the gradient of the result.
       layer: a name for warnings.
       key: a key of `jax.random` for the stochastic rounding of gradients; other recipes need none.
 
@@ -104,6 +104,7 @@ def dot_general(
       GEMM's accumulator.
 
     Raises:
+      TypeError: operands that are no floats, or whose shapes do not fit; no recipe.
       ValueError: a recipe with state without scales, or scales for a recipe without state; an unknown activation; a
         bias of another shape; a gradient that is rounded at random without a key.
 
@@ -122,6 +123,8 @@ def dot_general(
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
+    recipe_lib.check(recipe)
+    _check_operands(lhs, rhs, contract, batch)
     out_dtype = jnp.dtype(preferred_element_type or result_dtype(lhs, rhs))
     note_use()
     if bias is not None:
@@ -171,12 +174,24 @@ def plus(out: Array, bias: Array) -> Array:
     return out + jnp.reshape(bias, (1,) * (out.ndim - bias.ndim) + bias.shape).astype(out.dtype)
 
 
+def _check_operands(lhs: Array, rhs: Array, contract: Any, batch: Any) -> None:
+    """Raises a TypeError for operands that are no floats, or that do not fit: zeros are added to them later."""
+    if not all([casting.is_float(x) for x in (lhs, rhs)]):
+        raise TypeError(f"an fp8 matmul takes floats of 16 bits or more; got {lhs.dtype} and {rhs.dtype}. Cast them.")
+    sides = [[x.shape[i : i + 1] for i in axes] for x, axes in zip((lhs, rhs) * 2, (*contract, *batch), strict=True)]
+    if sides[0] != sides[1] or sides[2] != sides[3] or () in sides[0] + sides[2]:
+        raise TypeError(
+            f"the axes that a matmul sums over, and its batch axes, are of equal sizes in both operands; got lhs "
+            f"{lhs.shape} and rhs {rhs.shape}, with the dimension numbers {(contract, batch)}."
+        )
+
+
 def _check_bias(bias: Array, rhs: Array, taken: Sequence[int]) -> None:
     free = tuple(rhs.shape[i] for i in range(rhs.ndim) if i not in taken)
     if bias.shape != free:
         raise ValueError(
             f"a bias has the shape of the axes of rhs that are not summed over, {free}; got {bias.shape}, with an rhs "
-            f"of shape {rhs.shape}. Reshape it, or add it to the result."
+            f"of shape {rhs.shape}. Reshape it, or add it to the result, as with batch axes."
         )
 
 

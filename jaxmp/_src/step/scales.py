@@ -118,7 +118,7 @@ def update_amax(recipe: Recipe) -> MovesScales:
                 jnp.float32
             )
             unused += jnp.sum(~seen.is_used).astype(jnp.float32)
-            spoiled += jnp.sum(seen.is_spoiled).astype(jnp.float32)
+            spoiled += jnp.sum(seen.is_spoiled | (seen.is_used & ~seen.is_record)).astype(jnp.float32)
             if group.recipe.power_of_two:
                 move = log2_of_power_of_two(new.scale) - before
             elif not adds:
