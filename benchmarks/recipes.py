@@ -41,12 +41,12 @@ RECIPES = {
 }
 LOSSES = {  # the policies of parity.json that train in a recipe of RECIPES
     "`DelayedScaling`, `CurrentScaling`": ("fp8",),
-    '`CurrentScaling(fp8_format="E4M3")`': ("fp8, E4M3",),
     "`RowwiseScaling`": ("RowwiseScaling",),
     "`BlockScaling`": ("BlockScaling",),
     "`MXFP8`": ("MXFP8",),
     "`NVFP4`": ("NVFP4",),
 }
+TEXTS = ("parity_fp8.json", "parity_fp8_another_text.json")  # what the default costs, and without a part of it
 SEEDS = 4  # the mean of fewer says nothing: the gaps of single pairs of seeds deviate by 0.3 %
 DATA = ("normal", "outliers", "large rows")
 PRODUCTS = ("y", "dx", "dw")
@@ -93,8 +93,31 @@ def measure(rows: int = 512, width: int = 512) -> dict[str, Any]:
 
 
 def losses() -> dict[str, dict[str, Any]]:
-    """The policies of the stored run of `make parity`, with their gaps."""
-    return json.loads((RESULTS / "parity.json").read_text())["summary"]
+    """The policies of the stored run of `make parity`, with their gaps; those of the default from its own runs."""
+    parity = json.loads((RESULTS / "parity.json").read_text())["summary"]
+    again = json.loads((RESULTS / TEXTS[0]).read_text())["summary"]
+    return {name: row for name, row in parity.items() if name not in again} | {"fp8": again["fp8"]}
+
+
+def left_out() -> str:
+    """What the default costs on two texts; and with something left out, also beside the default on the same seeds."""
+    texts = [json.loads((RESULTS / name).read_text()) for name in TEXTS]
+    pythons = [f"loss [%], text of Python {text['versions']['python']}" for text in texts]
+    cells = [["trained in", "seeds", *pythons, "loss - that of fp8 [%]", "evaluated in fp8 [%]"]]
+    for name, row in texts[0]["summary"].items():
+        if not row["fp8_flops_percent"]:
+            continue
+        differences = []
+        for text in texts:
+            found = {(run["policy"], run["seed"]): run["held_out"] for run in text["runs"]}
+            pairs = [(loss, found["fp8", seed]) for (policy, seed), loss in found.items() if policy == name]
+            differences += [100 * (loss - base) / base for loss, base in pairs]
+        mean, error = np.mean(differences), np.std(differences, ddof=1) / len(differences) ** 0.5
+        beside = "" if name == "fp8" else f"{mean:+.2f} ± {error:.2f}"
+        seeds = ", ".join(str(text["summary"][name]["gaps"]) for text in texts)
+        evaluated = f"{row['in_fp8_mean_gap_percent']:+.2f}"
+        cells.append([name, seeds, *[gap(text["summary"][name]) for text in texts], beside, evaluated])
+    return markdown(cells)
 
 
 def gap(row: dict[str, Any]) -> str:
@@ -105,14 +128,14 @@ def gap(row: dict[str, Any]) -> str:
 
 
 def render(results: dict[str, Any]) -> str:
-    """Two tables: for each recipe the decibels of y, dx and dw and its loss; for each choice of layers its loss."""
+    """Three tables: of each recipe the decibels of y, dx, dw and the loss; what the default costs; choices of layers."""
     parity = losses()
     cells = [["dB of y, dx, dw", *DATA, "loss [%]"]]
     for name in RECIPES:
         rows = {row["data"]: row for row in results["rows"] if row["recipe"] == name}
         decibels = (", ".join(f"{rows[data][product]:.0f}" for product in PRODUCTS) for data in DATA)
         cells.append([name, *decibels, ", ".join(filter(None, (gap(parity.get(p, {})) for p in LOSSES.get(name, ()))))])
-    return f"{markdown(cells)}\n\n{choices(parity)}"
+    return "\n\n".join([markdown(cells), left_out(), choices({k: v for k, v in parity.items() if k != "fp8"})])
 
 
 def choices(parity: dict[str, dict[str, Any]]) -> str:

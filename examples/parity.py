@@ -14,6 +14,8 @@ held-out loss is the mean of five, each 20 steps after the one before, up to the
 "in fp8" is what the loss of the same trained params changes when it is computed in the recipe instead.
 "fp8 FLOPs" are those of matmuls that run in the recipe, where attention's scores and sums count among all.
 
+The text is the reference of this Python, so another version of Python is another text: --json names its file.
+
 A run takes about half a minute of one core, and of four bits ten times as long. The runs are made in two processes, and
 each finished one is written to the file at once: interrupt the script when you like, and call it again to go on. The
 stored results are benchmarks/results/parity.json, and `python -m benchmarks recipes --table` writes them into
@@ -59,6 +61,7 @@ class Choice(NamedTuple):
     seeds: int
     recipe: Any = None  # in place of that of `base`
     in_16_bits: tuple[str, ...] = ()  # how paths of layers begin that stay in 16 bits; embedding and logits always do
+    calibrated: bool = False  # whether the first batch sets the scales before the first step
 
 
 E4M3 = fp8.DelayedScaling(fp8_format="E4M3")
@@ -70,6 +73,9 @@ CHOICES = {
     "fp8": Choice("fp8", 20),
     "fp8, E4M3": Choice("fp8", 6, E4M3),
     "fp8, first qkv in bf16": Choice("fp8", 10, None, ("Block_0/qkv",)),
+    "fp8, backward pass in bf16": Choice("fp8", 8, fp8.DelayedScaling(dgrad="bfloat16", wgrad="bfloat16")),
+    "fp8, history of 16": Choice("fp8", 8, fp8.DelayedScaling(amax_history_len=16)),
+    "fp8, calibrated": Choice("fp8", 8, calibrated=True),
     "fp8, E4M3, first qkv in bf16": Choice("fp8", 4, E4M3, ("Block_0/qkv",)),
     "fp8, first block in bf16": Choice("fp8", 4, None, ("Block_0/",)),
     "fp8, last block in bf16": Choice("fp8", 4, None, ("Block_1/",)),
@@ -145,6 +151,10 @@ def trainer_of(name: str, cfg: Config) -> Trainer:
             params = model.init(key, jnp.zeros((1, cfg.seq_len), jnp.uint8))["params"]
         return jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy=policy)
 
+    def start_calibrated(key: jax.Array) -> jaxmp.linen.TrainState:
+        with in_fp8():
+            return start(key).calibrate(loss_fn, sample(load_text()[0], cfg, 0))
+
     @functools.partial(jax.jit, donate_argnums=0)
     def steps(state: jaxmp.linen.TrainState, key: jax.Array, batches: jax.Array) -> Any:
         def step(state: jaxmp.linen.TrainState, tokens: jax.Array) -> Any:
@@ -163,7 +173,8 @@ def trainer_of(name: str, cfg: Config) -> Trainer:
 
         return jax.jit(mean_loss)
 
-    return Trainer(start, steps, evaluation(enabled=False), None if recipe is None else evaluation(enabled=True))
+    begin = start_calibrated if choice.calibrated else start
+    return Trainer(begin, steps, evaluation(enabled=False), None if recipe is None else evaluation(enabled=True))
 
 
 def train_one(name: str, seed: int, cfg: Config) -> dict[str, Any]:

@@ -151,7 +151,7 @@ LOSSES = {
     '"bf16"': [gap("parity_16bit", "bf16")],
     '"fp16"': [gap("parity_16bit", "fp16")],
     '"bf16"`, `remainder_bits=8`, 8-bit moments': [gap("parity_8bit", "bf16+8bit"), gap("parity", "bf16+8bit")],
-    '"fp8"': [gap("parity", "fp8")],
+    '"fp8"': [gap("parity_fp8", "fp8"), gap("parity_fp8_another_text", "fp8")],
 }
 
 
