@@ -128,7 +128,7 @@ def gap(row: dict[str, Any]) -> str:
 
 
 def render(results: dict[str, Any]) -> str:
-    """Three tables: of each recipe the decibels of y, dx, dw and the loss; what the default costs; choices of layers."""
+    """Three tables: decibels and loss of each recipe; what the default costs; choices of layers."""
     parity = losses()
     cells = [["dB of y, dx, dw", *DATA, "loss [%]"]]
     for name in RECIPES:
