@@ -9,7 +9,7 @@ One idea per file:
   and under vmap;
 - `leaves`, `launch`, `aligned`, `multi_tensor`: a kernel over many leaves of a tree; `meshes`: the same for leaves that
   are split over devices; `tree`: the same for whole trees; `moments`: optimizer state in 16 or 8 bits;
-- one file for each kernel or family of kernels: `cast_transpose`, `activation`; `unscale`, `cast`, `late_scales`,
+- one file for each kernel or family of kernels: `cast_transpose`, `activation`; `unscale`, `cast`,
   `update`.
 
 This package is the bottom layer: nothing here imports `jaxmp`, and an import contract checks that.
