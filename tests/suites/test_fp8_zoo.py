@@ -345,8 +345,8 @@ NNX = {
     "GPT tied": Entry(
         lambda: NnxGpt(rngs()),
         TEXT,
-        [f"attention/{part}" for part in ("key", "out", "query", "value")] + [f"mlp/{part}" for part in MLP],
-        18,
+        [f"attention/{part}" for part in ("key", "out", "query", "value")] + ["mlp/up"],  # down was set last
+        15,
     ),
     "scanned": Entry(lambda: NnxScanned(rngs()), TEXT, [f"blocks/{part}" for part in MLP], 6),
     "vmapped members": Entry(lambda: NnxMembers(rngs()), TEXT, [f"members/{part}" for part in MLP], 6),
