@@ -249,8 +249,8 @@ def to_fp8(
         above, to several; the first that fits counts. Give the same to `jaxmp.mixed_precision`.
       filter: which layers, by `(path, module) -> bool` or patterns; None for all but the first and the last layer with
         weights (embeddings and convolutions count), in the order in which the attributes were set. That may not be the
-        order in which they are called: a head that is declared first is called last, and so is an embedding by `attend`.
-        Then name the layers here. A stack of layers, or a cell of `nnx.RNN`, is neither first nor last.
+        order in which they are called: a head that is declared first is called last, and so is an embedding by
+        `attend`. Then name the layers here. A stack of layers, or a cell of `nnx.RNN`, is neither first nor last.
       rngs: for `NVFP4()`, which rounds gradients at random: `nnx.Rngs(rounding=seed)`.
 
     Returns:
