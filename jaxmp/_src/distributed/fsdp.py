@@ -47,8 +47,8 @@ def gather(
       params: this device's part (in shard_map), or arrays with `layout.shardings` (under jit). For evaluation in full
         precision, pass the masters (`jaxmp.get_master_params`).
       layout: the layout of these params.
-      dtype: dtype that floats are cast to *before* the all-gather; None: no cast. Integers and fp8
-        scales are not cast.
+      dtype: dtype that floats are cast to *before* the all-gather; None: no cast. Integers and fp8 scales are
+        not cast.
       reduce_dtype: dtype of the sum of gradients; None: the gradient's own. The result is rounded to the dtype of the
         param (`reduce_gradients` keeps float32). Only in shard_map.
       predivide: divisor of the gradients before the sum; None: 1 in float32, otherwise FSDP's rule, a power of two near

@@ -38,9 +38,9 @@ from jaxtyping import Array
 
 from jaxmp._src.base import compat, hardware
 from jaxmp._src.fp8 import block_shapes, gemms
-from jaxmp._src.fp8.casts import Cast
+from jaxmp._src.fp8.casts import Cast, Tensor
 from jaxmp._src.fp8.gemms import Gemm
-from jaxmp._src.fp8.recipe import Recipe, Role
+from jaxmp._src.fp8.recipe import Recipe
 
 _IMPL = "threefry2x32"
 
@@ -82,10 +82,7 @@ class BlockRecipe(Recipe):
     block_size: ClassVar[int | None]
     sums_last: ClassVar[bool] = False
     has_hardware: ClassVar[bool] = False
-
-    @property
-    def folds_axes(self) -> bool:
-        return True
+    folds_axes: ClassVar[bool] = True
 
     @property
     def has_square_weights(self) -> bool:
@@ -111,19 +108,9 @@ class BlockRecipe(Recipe):
         """The numbers of a tensor."""
         raise NotImplementedError
 
-    def cast(
-        self,
-        gemm: Gemm,
-        role: Role,
-        x: Array,
-        products: Sequence[str],
-        *,
-        leaf: Array | None = None,
-        fused: Any = None,
-        seed: Array | None = None,
-    ) -> Cast:
+    def cast(self, gemm: Gemm, tensor: Tensor, products: Sequence[str]) -> Cast:
         """See `Recipe.cast`: once for each product, unless square blocks serve both."""
-        del leaf, fused
+        role, x, *_, seed = tensor
         with jax.named_scope("jaxmp.fp8_quantize"):
             if role == "rhs" and self.has_square_weights:
                 blocks = self.stored(x, (1, 2), backward=False, key=None)

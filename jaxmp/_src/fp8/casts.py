@@ -10,11 +10,10 @@ reads the transposed form.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -25,6 +24,26 @@ from jaxmp._src.fp8.fused_casts import FusedCast
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.numerics import casting, float_bits, quantize as quantize_lib
 from pallas_kernels import backend, passes, reference
+
+Role = Literal["lhs", "rhs", "grad"]
+
+
+class Tensor(NamedTuple):
+    """What is cast.
+
+    Attributes:
+      role: "lhs", "rhs", or "grad", the gradient of the result.
+      x: the tensor in its own dtype.
+      leaf: its scale leaf; None without state.
+      fused: what a kernel can compute lhs or the gradient from.
+      seed: uint32[2] for the gradient of a recipe that rounds at random.
+    """
+
+    role: Role
+    x: Array
+    leaf: Array | None = None
+    fused: FusedCast | None = None
+    seed: Array | None = None
 
 
 class Cast(NamedTuple):
@@ -41,14 +60,14 @@ class Cast(NamedTuple):
     sums: Array | None = None
 
 
-def by_leaf(
-    gemm: Gemm, role: str, x: Array, products: Sequence[str], leaf: Array, fused: FusedCast | None = None
-) -> Cast:
-    """`x` with the scale of its leaf, or with that of its own amax if the gemm says so; the amax goes to the leaf.
+def by_leaf(gemm: Gemm, tensor: Tensor, products: Sequence[str]) -> Cast:
+    """A tensor with the scale of its leaf, or with that of its own amax if the gemm says so; the amax goes to the leaf.
 
     It is also written transposed if two products read it, if a kernel can do that. With zeros to add no kernel runs:
-    it would read `x` from memory once more.
+    it would read the tensor from memory once more.
     """
+    role, x, leaf, fused, _ = tensor
+    assert leaf is not None
     dtype, zeros = gemm.recipe.dtype(backward=role == "grad"), gemm.zeros(role)
     summed = gemm.ndims[0] - len(gemm.contract[0]) if role == "grad" and gemm.bias_dtype is not None else None
     rows = gemm.rows(role) if len(products) == 2 and not (zeros or gemm.by_own_amax) else None
@@ -57,8 +76,8 @@ def by_leaf(
     holds_log2 = gemm.recipe.power_of_two
     with jax.named_scope("jaxmp.fp8_quantize"):
         scale, inv_scale = scale_leaves.scale_of(leaf, holds_log2=holds_log2)
-        plan = passes.Pass("cast_transpose_amax", None, 1, 1, jnp.dtype(dtype), None, rows or 0)
-        plan = plan._replace(sums=summed is not None and summed == rows)
+        in_kernel = summed is not None and summed == rows
+        plan = passes.Pass("cast_transpose_amax", None, 1, 1, jnp.dtype(dtype), None, rows or 0, sums=in_kernel)
         sums = None
         if rows is None or x.dtype not in passes.DTYPES or backend.why_no_kernels() or passes.why_not(plan, (x,)):
             y = casting.widened(gemms.pad(x, zeros))
@@ -68,9 +87,9 @@ def by_leaf(
             values, transposed = quantize_lib.stored(quantize_lib.quantize(y, scale, dtype)), None
         else:
             others = [] if fused is None else fused.arguments()
-            found = _both_forms(plan if fused is None else fused.plan(plan))(x, *others, scale)
-            values, transposed, amax = found[:3]
-            sums = found[3] if plan.sums else None
+            both_forms = _both_forms(plan if fused is None else fused.plan(plan))
+            values, transposed, amax, *of_kernel = both_forms(x, *others, scale)
+            sums = of_kernel[0] if of_kernel else None
         if summed is not None and sums is None:
             sums = reference.sums_over_rows(casting.widened(x), summed)
         values, transposed, amax = remat.named((values, transposed, amax))
@@ -82,16 +101,15 @@ def by_leaf(
     return Cast(of, lax.convert_element_type(amax, leaf.dtype), sums)
 
 
-def by_own_amax(gemm: Gemm, role: str, x: Array) -> Quantized:
-    """`x` with the scale that the recipe of the gemm makes from its amax."""
-    recipe, backward = gemm.recipe, role == "grad"
-    x = casting.widened(gemms.pad(x, gemm.zeros(role)))
+def by_own_amax(gemm: Gemm, tensor: Tensor) -> Quantized:
+    """A tensor with the scale that the recipe of the gemm makes from its amax."""
+    recipe, backward = gemm.recipe, tensor.role == "grad"
+    x = casting.widened(gemms.pad(tensor.x, gemm.zeros(tensor.role)))
     with jax.named_scope("jaxmp.fp8_quantize"):
         amax = quantize_lib.largest_magnitude(x)
         scale = recipe.scale(amax, backward=backward)
         if recipe.power_of_two:
-            exponent = jnp.clip(float_bits.log2_of_power_of_two(scale), np.float32(-63), np.float32(63))
-            scale = float_bits.power_of_two(exponent)
+            scale, _ = scale_leaves.scale_of(float_bits.log2_of_power_of_two(scale), holds_log2=True)
         values = quantize_lib.stored(quantize_lib.quantize(x, scale, recipe.dtype(backward=backward)))
         # The cast makes inf finite, so the overflow must show here.
         inv_scale = jnp.where(amax < jnp.inf, float_bits.reciprocal(scale), jnp.nan)

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from jaxtyping import Array, Float
 
 from jaxmp._src.fp8 import casts, scale_equations
-from jaxmp._src.fp8.casts import Cast
-from jaxmp._src.fp8.fused_casts import FusedCast
+from jaxmp._src.fp8.casts import Cast, Tensor
 from jaxmp._src.fp8.gemms import Gemm
-from jaxmp._src.fp8.recipe import Role, TensorRecipe
+from jaxmp._src.fp8.recipe import TensorRecipe
 from jaxmp._src.fp8.scale_equations import Format
 
 
@@ -51,20 +50,9 @@ class CurrentScaling(TensorRecipe):
         super().__post_init__()
         scale_equations.check_epsilon(self.amax_epsilon)
 
-    def cast(
-        self,
-        gemm: Gemm,
-        role: Role,
-        x: Array,
-        products: Sequence[str],
-        *,
-        leaf: Array | None = None,
-        fused: FusedCast | None = None,
-        seed: Array | None = None,
-    ) -> Cast:
+    def cast(self, gemm: Gemm, tensor: Tensor, products: Sequence[str]) -> Cast:
         """See `Recipe.cast`: one cast, with the scale of the tensor's own amax, for both products."""
-        del leaf, fused, seed
-        return Cast(dict.fromkeys(products, casts.by_own_amax(gemm, role, x)))
+        return Cast(dict.fromkeys(products, casts.by_own_amax(gemm, tensor)))
 
     def scale(self, amax: Float[Array, "..."], *, backward: bool = False) -> Float[Array, "..."]:
         """The scale for the cast of a tensor.

@@ -34,10 +34,9 @@ from jaxtyping import Array, Float
 
 from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import casts, scale_equations, scale_leaves
-from jaxmp._src.fp8.casts import Cast
-from jaxmp._src.fp8.fused_casts import FusedCast
+from jaxmp._src.fp8.casts import Cast, Tensor
 from jaxmp._src.fp8.gemms import Gemm
-from jaxmp._src.fp8.recipe import Role, TensorRecipe
+from jaxmp._src.fp8.recipe import TensorRecipe
 from jaxmp._src.fp8.scale_equations import Format
 from jaxmp._src.numerics import float_bits
 
@@ -160,21 +159,9 @@ class DelayedScaling(TensorRecipe):
         ]
         return dict.fromkeys(names, 0.0 if self.power_of_two else 1.0)
 
-    def cast(
-        self,
-        gemm: Gemm,
-        role: Role,
-        x: Array,
-        products: Sequence[str],
-        *,
-        leaf: Array | None = None,
-        fused: FusedCast | None = None,
-        seed: Array | None = None,
-    ) -> Cast:
+    def cast(self, gemm: Gemm, tensor: Tensor, products: Sequence[str]) -> Cast:
         """See `Recipe.cast`: one cast, with the scale of the leaf, for both products."""
-        del seed
-        assert leaf is not None
-        return casts.by_leaf(gemm, role, x, products, leaf, fused)
+        return casts.by_leaf(gemm, tensor, products)
 
     def init(self, shape: tuple[int, ...] = (), *, backward: bool = False) -> AmaxState:
         """The state before the first step: scale 1, an empty history.

@@ -128,7 +128,7 @@ def find(h: Array, summed: Sequence[int]) -> FusedCast | None:
     looks: list[Any] = []
     known = ByIdentity()
 
-    # An operand is a number (a constant), the number of a step, or the list that holds an argument with its place in it
+    # An operand is a constant, the number of a step, or an argument: the list that holds it, and its place there.
     def argument(held: list[Array], x: Array) -> Any:
         if not any(x is y for y in held):
             held.append(x)
@@ -147,7 +147,7 @@ def find(h: Array, summed: Sequence[int]) -> FusedCast | None:
 
     def of_array(x: Any) -> Any:
         if (constant := compat.literal_of(x)) is not None:
-            return number(constant)
+            return _number(constant)
         made = compat.equation_of(x)
         if (vector := _along_columns(x, made, h.shape)) is not None:
             return argument(columns, vector)
@@ -176,7 +176,7 @@ def find(h: Array, summed: Sequence[int]) -> FusedCast | None:
 
             def inside(v: Any) -> Any:
                 if isinstance(v, core.Literal) or v in constants:
-                    return number(v.val if isinstance(v, core.Literal) else constants[v])
+                    return _number(v.val if isinstance(v, core.Literal) else constants[v])
                 if v not in held:
                     held[v] = operand_of(outer[v]) if v in outer else result(*makers[v], inside)
                 return held[v]
@@ -194,11 +194,6 @@ def find(h: Array, summed: Sequence[int]) -> FusedCast | None:
         steps.append((name, operands))
         return len(steps) - 1
 
-    def number(x: Any) -> float:
-        if isinstance(x, Tracer) or np.ndim(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-            raise _NotFound
-        return float(x)
-
     try:
         operand(h)
     except _NotFound:
@@ -211,6 +206,12 @@ def find(h: Array, summed: Sequence[int]) -> FusedCast | None:
 
     function = Function(tuple((name, tuple(map(placed, operands))) for name, operands in steps))
     return FusedCast(tuple(tensors), tuple(columns), function, jnp.dtype(h.dtype))
+
+
+def _number(x: Any) -> float:
+    if isinstance(x, Tracer) or np.ndim(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        raise _NotFound
+    return float(x)
 
 
 def _product(x: Any, made: Any) -> Any:

@@ -20,7 +20,7 @@ from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.programs import jaxprs
 
-Check = Callable[[Any, Any, PyTree], None]
+Check = Callable[[Any, Any], None]
 Grad = Callable[[Callable[..., Any], Check | None], Callable[..., tuple[PyTree, Any]]]
 
 
@@ -40,7 +40,7 @@ class Fp8Gradients:
     def grad(self, loss: Callable[..., Any], differentiated: Grad) -> Callable[..., tuple[PyTree, Any]]:
         """`differentiated(loss, check)`; in its gradients, scale leaves hold the amaxes of unscaled gradients, or -inf.
 
-        `differentiated` is like `jax.grad` with `has_aux` and `allow_int`, and calls `check(pullback, value, params)`
+        `differentiated` is like `jax.grad` with `has_aux` and `allow_int`, and calls `check(pullback, value)`
         before the backward pass.
 
         Warns:
@@ -53,8 +53,7 @@ class Fp8Gradients:
             params = scale_leaves.enter(params, self._gradient_scale)
             before = ambient.now().notes.fp8_matmuls
 
-            def check(pullback: Any, value: Any, params: PyTree) -> None:
-                del params
+            def check(pullback: Any, value: Any) -> None:
                 if ambient.now().notes.fp8_matmuls == before and not _is_in_fp8(pullback, value):
                     _tell_of_no_fp8()
 

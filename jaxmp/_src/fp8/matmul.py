@@ -34,6 +34,7 @@ from jaxmp._src.base import ambient, compat, hardware, vmap_rules
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import casts, first_derivatives, fused_casts, gemms, recipe as recipe_lib, remat
+from jaxmp._src.fp8.casts import Tensor
 from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.gemms import Gemm
 from jaxmp._src.fp8.scale_leaves import Scales as Scales
@@ -327,8 +328,8 @@ def _of_three_axes(gemm: Gemm, lhs: Array, rhs: Array, scales: None, bias: None,
 def _matmul(gemm: Gemm, lhs: Array, rhs: Array, scales: Scales | None, bias: Any, seed: Any, fused: Any) -> Array:
     """y = x w, where nothing is differentiated."""
     lhs_leaf, rhs_leaf, _ = scales or (None, None, None)
-    x = gemm.recipe.cast(gemm, "lhs", lhs, ("fprop",), leaf=lhs_leaf)
-    w = gemm.recipe.cast(gemm, "rhs", rhs, ("fprop",), leaf=rhs_leaf)
+    x = gemm.recipe.cast(gemm, Tensor("lhs", lhs, lhs_leaf), ("fprop",))
+    w = gemm.recipe.cast(gemm, Tensor("rhs", rhs, rhs_leaf), ("fprop",))
     return gemms.multiplied(gemms.fprop(gemm), x.of["fprop"], w.of["fprop"], gemm.recipe.multiply)
 
 
@@ -340,8 +341,8 @@ def _forward(
     """y, and each operand as the backward pass reads it."""
     recipe, (lhs_leaf, rhs_leaf, grad_leaf) = gemm.recipe, scales or (None, None, None)
     lhs, rhs = once(lhs), once(rhs)
-    x = recipe.cast(gemm, "lhs", lhs, recipe.narrow("lhs"), leaf=lhs_leaf, fused=fused)
-    w = recipe.cast(gemm, "rhs", rhs, recipe.narrow("rhs"), leaf=rhs_leaf)
+    x = recipe.cast(gemm, Tensor("lhs", lhs, lhs_leaf, fused), recipe.narrow("lhs"))
+    w = recipe.cast(gemm, Tensor("rhs", rhs, rhs_leaf), recipe.narrow("rhs"))
     y = gemms.multiplied(gemms.fprop(gemm), x.of["fprop"], w.of["fprop"], recipe.multiply)
     kept_x = x.of["wgrad"] if recipe.wgrad is None else lhs
     kept_w = w.of["dgrad"] if recipe.dgrad is None else rhs
@@ -364,7 +365,7 @@ def _gradients(gemm: Gemm, kept: Any, grad: Array, fused: Any) -> tuple[Any, ...
     x, w, lhs_amax, rhs_amax, leaf, seed = remat.unpacked(kept)
     dgrad, wgrad = gemms.dgrad(gemm), gemms.wgrad(gemm)
     if narrow := recipe.narrow("grad"):
-        g = recipe.cast(gemm, "grad", grad, narrow, leaf=leaf, fused=fused, seed=seed)
+        g = recipe.cast(gemm, Tensor("grad", grad, leaf, fused, seed), narrow)
     else:
         g = casts.no_cast(gemm, grad, leaf)
     if recipe.dgrad is None:

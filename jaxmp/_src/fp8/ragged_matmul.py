@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmp._src.base import compat
 from jaxmp._src.fp8 import matmul, recipe as recipe_lib, remat
+from jaxmp._src.fp8.casts import Tensor
 from jaxmp._src.fp8.first_derivatives import in_reverse, once
 from jaxmp._src.fp8.gemms import Gemm, Quantized
 from jaxmp._src.fp8.matmul import Scales
@@ -115,8 +116,8 @@ def _ragged_dot(gemm: Gemm, lhs: Array, rhs: Array, group_sizes: Array, scales: 
 def _forward(gemm: Gemm, lhs: Array, rhs: Array, group_sizes: Array, scales: Scales | None) -> tuple[Array, Any]:
     lhs_leaf, rhs_leaf, grad_leaf = scales or (None, None, None)
     lhs, rhs = once(_in_groups(lhs, group_sizes)), once(rhs)
-    x = gemm.recipe.cast(gemm, "lhs", lhs, ("fprop", "wgrad"), leaf=lhs_leaf)
-    w = gemm.recipe.cast(gemm, "rhs", rhs, ("fprop", "dgrad"), leaf=rhs_leaf)
+    x = gemm.recipe.cast(gemm, Tensor("lhs", lhs, lhs_leaf), ("fprop", "wgrad"))
+    w = gemm.recipe.cast(gemm, Tensor("rhs", rhs, rhs_leaf), ("fprop", "dgrad"))
     x_q, w_q = x.of["fprop"], w.of["fprop"]
     with jax.named_scope("jaxmp.fp8_fprop"):
         y = _product(grouped.by_expert, x_q, w_q, group_sizes, gemm.out_dtype)
@@ -126,7 +127,7 @@ def _forward(gemm: Gemm, lhs: Array, rhs: Array, group_sizes: Array, scales: Sca
 def _backward(gemm: Gemm, kept: Any, grad: Array) -> tuple[Any, ...]:
     quantized, group_sizes, lhs_amax, rhs_amax, leaf = kept
     x_q, w_q = remat.unpacked(quantized)
-    g = gemm.recipe.cast(gemm, "grad", once(_in_groups(grad, group_sizes)), ("dgrad", "wgrad"), leaf=leaf)
+    g = gemm.recipe.cast(gemm, Tensor("grad", once(_in_groups(grad, group_sizes)), leaf), ("dgrad", "wgrad"))
     g_q = g.of["dgrad"]
     with jax.named_scope("jaxmp.fp8_dgrad"):
         dx = _product(grouped.by_expert, g_q, w_q, group_sizes, gemm.lhs_dtype, transposed=True)

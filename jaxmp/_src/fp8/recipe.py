@@ -5,16 +5,14 @@ A new recipe is a class in one file, which says what differs from `Recipe`. `jax
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jaxtyping import Array
 
 from jaxmp._src.fp8 import gemms, scale_equations
-from jaxmp._src.fp8.casts import Cast
-from jaxmp._src.fp8.fused_casts import FusedCast
+from jaxmp._src.fp8.casts import Cast, Role, Tensor
 from jaxmp._src.fp8.gemms import Gemm, Product
 
-Role = Literal["lhs", "rhs", "grad"]
 _PRODUCTS = {"lhs": ("fprop", "wgrad"), "rhs": ("fprop", "dgrad"), "grad": ("dgrad", "wgrad")}
 
 
@@ -30,6 +28,9 @@ class Recipe:
       has_one_scale: whether each tensor has one scale, as the products of experts need it.
       folds_axes: whether it takes operands of three axes only, lhs [B, M, K] and rhs [B, K, N].
     """
+
+    has_one_scale: ClassVar[bool] = False
+    folds_axes: ClassVar[bool] = False
 
     dgrad: Literal["bfloat16"] | None = None
     wgrad: Literal["bfloat16"] | None = None
@@ -53,40 +54,12 @@ class Recipe:
     def rounds_at_random(self) -> bool:
         return False
 
-    @property
-    def has_one_scale(self) -> bool:
-        return False
-
-    @property
-    def folds_axes(self) -> bool:
-        return False
-
     def leaves(self) -> dict[str, float]:
         """Names and first values of the scale leaves of a layer, in the order lhs, rhs, grad; empty without state."""
         return {}
 
-    def cast(
-        self,
-        gemm: Gemm,
-        role: Role,
-        x: Array,
-        products: Sequence[str],
-        *,
-        leaf: Array | None = None,
-        fused: FusedCast | None = None,
-        seed: Array | None = None,
-    ) -> Cast:
-        """`x`, which is lhs, rhs or the gradient of the result in `gemm`, for these products of the three.
-
-        Args:
-          gemm: the matmul.
-          role: what `x` is.
-          x: the tensor in its own dtype.
-          products: the names of one or both products that read it.
-          leaf: its scale leaf; None without state.
-          fused: what a kernel can compute lhs or the gradient from.
-          seed: uint32[2] for the gradient of a recipe that rounds at random.
-        """
+    def cast(self, gemm: Gemm, tensor: Tensor, products: Sequence[str]) -> Cast:
+        """A tensor of the matmul `gemm`, for these products of the three: one or both that read it."""
         raise NotImplementedError
 
     def multiply(self, a: Any, b: Any, product: Product) -> Array:
@@ -101,16 +74,14 @@ class Recipe:
 class TensorRecipe(Recipe):
     """What the recipes with one scale for each tensor share."""
 
+    has_one_scale: ClassVar[bool] = True
+
     fp8_format: scale_equations.Format
     power_of_two: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
         scale_equations.check_format(self.fp8_format)
-
-    @property
-    def has_one_scale(self) -> bool:
-        return True
 
     def dtype(self, *, backward: bool = False) -> Any:
         """The fp8 dtype of activations and weights, or of gradients (`backward`).

@@ -51,8 +51,12 @@ def reload_master_params(opt_state: Any, params: PyTree) -> Any:
     References:
       Megatron-LM, core/optimizer/optimizer.py, `reload_model_params`.
     """
-    full = in_float32(tree_paths.leaves_by_path(params))
-    return _with_masters(opt_state, lambda path, master: _as_master(full(path), master), foreign=(opt_state, params))
+    full = tree_paths.leaves_by_path(params)
+
+    def new_master(path: str, master: Array) -> Array:
+        return _as_master(_in_float32(full[path]), master)
+
+    return _with_masters(opt_state, new_master, foreign=(opt_state, params))
 
 
 def follow(
@@ -81,16 +85,16 @@ def follow(
     arrays = [*new.values(), *old.values(), *jax.tree.leaves(masters)]
     if not all(isinstance(x, jax.Array | np.ndarray) for x in arrays) or all(new[path] is old[path] for path in new):
         return params, opt_state
-    cast = _in_dtypes_of(old, cast_to_param(params))
+    in_old_dtype = lambda path, x: casting.cast_float(x, old[path].dtype, saturate=True)  # noqa: E731
+    cast = tree_paths.map_with_path(in_old_dtype, cast_to_param(params))
     if not jax.tree.leaves(masters):
         return cast, opt_state
-    full, full_before = in_float32(new), in_float32(old)
 
     def new_master(path: str, master: Array) -> Array:
         if new[path] is old[path]:
             return master
-        rounded = casting.cast_float(full_before(path), jnp.asarray(new[path]).dtype, saturate=True)
-        made = _as_master(full(path), master)
+        rounded = casting.cast_float(_in_float32(old[path]), jnp.asarray(new[path]).dtype, saturate=True)
+        made = _as_master(_in_float32(new[path]), master)
         kept = jnp.where(rounded == new[path], host_memory.to_device(jnp.asarray(master)), host_memory.to_device(made))
         return _placed(kept, master)
 
@@ -103,19 +107,13 @@ def is_followed(opt_state: Any, new: dict[str, Any], old: dict[str, Any]) -> boo
     return all(map(is_array, old.values())) and has_values and bool(states.with_masters(opt_state))
 
 
-def _in_dtypes_of(old: dict[str, Any], params: PyTree) -> PyTree:
-    """`params` in the dtypes that those before have, by path."""
-
-    return tree_paths.map_with_path(lambda path, x: casting.cast_float(x, old[path].dtype, saturate=True), params)
-
-
 def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def in_float32(leaves: dict[str, Any]) -> Callable[[str], Any]:
-    """The value of a param by its path: floats in float32; others unchanged."""
-    return lambda path: casting.cast_float(jnp.asarray(leaves[path]), jnp.float32)
+def _in_float32(x: Any) -> Any:
+    """A param, floats in float32; others unchanged."""
+    return casting.cast_float(jnp.asarray(x), jnp.float32)
 
 
 def _with_masters(opt_state: Any, new_master: Callable[[str, Array], Array], foreign: PyTree) -> Any:

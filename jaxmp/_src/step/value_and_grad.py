@@ -250,7 +250,7 @@ def scaled_value_and_grad(
                 value, pullback, aux = jax.vjp(lambda params: loss(params, *args), params, has_aux=True)
                 if look is not None:
                     if check is not None:
-                        check(pullback, value, params)
+                        check(pullback, value)
                     look(Derivative(pullback, value, own_params, policy, opt_state, fp8.is_used, notes.fp8_matmuls))
                 one = compat.as_varying(jnp.ones_like(value), tuple(compat.varying_axes(value)))
                 return pullback(one)[0], aux
