@@ -2,9 +2,9 @@
 
 The public names are those that the faces import (`from x import name as name`). The faces are `jaxmp/__init__.py`, the
 modules beside it, and `pallas_kernels/__init__.py`. A name of a face such as `jaxmp.fp8` is on the page of this face. A
-name of `jaxmp` itself is on the page of the room that defines it: `jaxmp._src.step.policy` belongs to the room `step`,
-and a function that the room `guard` wraps to the room where it is written. So a new public name, a new room and a new
-face each get their place without a change here. `GROUPS` says what names of a page are for.
+name of `jaxmp` itself is on the page of the room that defines it: `jaxmp._src.step.policy` belongs to the room `step`.
+So a new public name, a new room and a new face each get their place without a change here. `GROUPS` says what names of
+a page are for.
 
 A class that only comes out of a function, such as the statistics of `step_stats`, is no public name. The reference
 shows it below the function (`results`).
@@ -21,7 +21,6 @@ ROOMS = "jaxmp._src."
 # The order of the pages and their titles. A room that is missing here comes after these, under its own name.
 TITLES = {
     "step": "The training step",
-    "guard": "Checks of a run",
     "loss_scale": "Loss scales",
     "autocast": "Autocast",
     "transforms": "Optimizers, clipping, averages",
@@ -38,8 +37,9 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "A step": ("mixed_precision", "value_and_grad", "apply_gradients"),
         "Policies": ("get_policy", "Policy", "weight_decay_mask"),
         "Reading the state": ("get_metrics", "get_master_params", "get_loss_scale", "unscale", "LossScaleState"),
-        "State beside the optimizer": ("keep_if_skipped", "reload_master_params", "wrap_state"),
+        "State beside the optimizer": ("keep_if_skipped", "reload_master_params"),
         "Parts that work alone": ("unscale_and_skip", "keep_master_params", "shared_loss_scale"),
+        "Checks of a run": ("check_progress", "TrainingStuck", "UnreadLossScale"),
     },
     "autocast": {"": ("autocast", "explain_autocast", "no_autocast")},
     "transforms": {
@@ -92,7 +92,7 @@ def exports_of(module: str) -> dict[str, str]:
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 if alias.asname == alias.name:
-                    found[alias.name] = written_in(node.module, alias.name)
+                    found[alias.name] = node.module
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             found[node.name] = module
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -100,32 +100,6 @@ def exports_of(module: str) -> dict[str, str]:
                 if isinstance(target, ast.Name):
                     found[target.id] = module
     return {name: origin for name, origin in found.items() if not name.startswith("_")}
-
-
-@functools.cache
-def written_in(module: str, name: str) -> str:
-    """The module of a public function with its docstring, if `module` wraps it by `name = guarded(other.name)`.
-
-    Or by `functools.wraps(other.name)`; else `module` itself.
-    """
-    body = ast.parse(source_of(module).read_text()).body if module.startswith(ROOMS) else []
-    modules = {
-        alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    for node in body:
-        calls = getattr(node, "decorator_list", [])
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            calls = [node.value]
-        is_it = name in (getattr(node, "name", None), *map(ast.unparse, getattr(node, "targets", [])))
-        for call in calls if is_it else []:
-            for given in call.args if isinstance(call, ast.Call) else []:
-                other, _, own = ast.unparse(given).rpartition(".")
-                if own == name and other in modules:
-                    return modules[other]
-    return module
 
 
 def namespaces() -> list[str]:

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jaxmp
 from helpers import assert_exact
-from jaxmp._src.guard import scale_reads
+from jaxmp._src.step import scale_reads
 
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(4, 16)
 

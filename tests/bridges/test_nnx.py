@@ -664,3 +664,48 @@ def test_keywords_of_a_step_are_in_its_signature():
     opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp32").init(params)
     loss, _ = eqx.filter_jit(jaxmp.value_and_grad(loss_fn))(params, x, opt_state=opt_state)
     assert float(loss) == 3.0
+
+
+class Adapted(nnx.Module):
+    def __init__(self, rngs):
+        self.base = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.LayerNorm(4, rngs=rngs)
+        self.stats = nnx.BatchNorm(4, rngs=rngs)
+        self.lora = nnx.LoRA(4, 2, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.stats(self.norm(self.base(x) + self.lora(x)))
+
+
+@pytest.mark.parametrize(
+    "wrt", [nnx.LoRAParam, nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale), (nnx.LoRAParam,)], ids=["kind", "any", "tuple"]
+)
+def test_an_optimizer_of_adapters_stores_the_frozen_base_in_16_bits(wrt):
+    model = Adapted(nnx.Rngs(0))
+    base = model.base.kernel[...]
+    optimizer = jaxmp.nnx.Optimizer(model, optax.adam(1e-2), wrt=wrt, policy="bf16", keep_fp32="norm/*")
+    assert_exact(model.base.kernel[...], base.astype(jnp.bfloat16))
+    assert model.norm.scale[...].dtype == jnp.float32  # keep_fp32 names it
+    assert model.stats.mean[...].dtype == jnp.float32  # no nnx.Param
+    masters = jaxmp.get_master_params(optimizer.opt_state, nnx.state(model, nnx.LoRAParam))
+    assert {x.dtype.name for x in jax.tree.leaves(masters)} == {"float32"}
+    _, grads = jaxmp.nnx.value_and_grad(lambda m, x: jnp.mean(m(x) ** 2), wrt=wrt)(
+        model, jnp.ones((2, 4)), opt_state=optimizer
+    )
+    optimizer.update(model, grads)
+    assert_exact(model.base.kernel[...], base.astype(jnp.bfloat16))
+    nnx.update(model, jaxmp.get_policy("fp32").cast_to_param(nnx.state(model, nnx.Param)))
+    optimizer.reload_master_params(model)
+    assert model.base.kernel[...].dtype == jnp.bfloat16
+
+
+def test_params_that_a_filter_of_paths_leaves_out_stay_for_another_optimizer():
+    model = Adapted(nnx.Rngs(0))
+    first = nnx.All(nnx.Param, nnx.PathContains("base"))
+    second = nnx.All(nnx.Param, nnx.Not(nnx.PathContains("base")))
+    kernel = model.lora.lora_a[...]
+    jaxmp.nnx.Optimizer(model, optax.sgd(0.1), wrt=first, policy="bf16")
+    assert model.base.kernel[...].dtype == jnp.bfloat16 and model.lora.lora_a[...].dtype == jnp.float32
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), wrt=second, policy="bf16")
+    masters = jaxmp.get_master_params(optimizer.opt_state, nnx.state(model, second))
+    assert_exact(nnx.as_pure(masters)["lora"]["lora_a"], kernel)

@@ -137,15 +137,6 @@ def test_masters_midway_between_params_are_kept_exactly_when_split():
     assert_exact(jaxmp.get_master_params(new_state, new_params), {"w": midway})
 
 
-def test_a_state_of_plain_optax_is_taken_as_wrap_state_takes_it():
-    params16 = jaxmp.get_policy("bf16").cast_to_param(PLAIN)
-    old = INNER.init(params16)  # moments in bfloat16
-    old = jax.tree.map(lambda x: x + 1, old)
-    params, opt_state = convert(old, params16, to=KINDS["bf16"].tx, policy="bf16")
-    assert_exact(opt_state, jaxmp.wrap_state(KINDS["bf16"].tx, old, params16))
-    assert_moved(params, params16)
-
-
 def test_boxes_and_a_place_in_a_chain_go_along():
     params32 = {"w": nn.Partitioned(jnp.full((2, 2), 1.001), ("x", None))}
     source, target = (

@@ -19,7 +19,6 @@ from fp8_model import (
     RHS,
     SIDE,
     guarded,
-    histories,
     layer_params,
     make_batch,
     make_step,
@@ -266,17 +265,6 @@ def test_two_optimizers_under_one_loss_scale():
     assert_moved(second[0]["b"], first[0]["b"])
     assert_moved(guarded(second[1]["b"]), guarded(first[1]["b"]))
     assert np.any(np.asarray(second[0]["a"]["w"] != first[0]["a"]["w"]))
-
-
-def test_a_run_without_fp8_goes_on_with_it():
-    """The state of a plain optimizer moves in; the leaves start afresh."""
-    adam = optax.adam(1e-2)
-    params32 = model_params()
-    plain = without_scales(params32)
-    old = adam.update(jax.tree.map(jnp.ones_like, plain), adam.init(plain), plain)[1]
-    opt_state = jaxmp.wrap_state(make_tx("bf16", adam), old, params32)
-    assert_moved(without_scales(optax.tree.get(opt_state, "mu")), optax.tree.get(old, "mu"))
-    assert all(np.all(h == 0) for h in to_host(histories(opt_state)))
 
 
 # What it costs

@@ -687,8 +687,6 @@ def test_devices_are_not_named():
         jaxmp.GradScaler(device="cuda", init_scale=8.0)
     with pytest.raises(TypeError, match="autocast takes no device.*got 'cuda'"):
         jaxmp.autocast("cuda")
-    with pytest.raises(TypeError, match="autocast takes no device.*got 'cuda'"):
-        jaxmp.autocast(device_type="cuda")
 
 
 def test_names_of_torch_say_what_to_write():
@@ -728,5 +726,5 @@ def test_gradients_that_were_unscaled_need_the_scaler_that_did_it(jit):
 
     step = jax.jit(step, static_argnums=2) if jit else step
     assert step(params, jaxmp.GradScaler(), True)["w"].tolist() == [0.0, 0.0]
-    with pytest.raises(ValueError, match="got those that unscale returned, and a scaler from before"):
+    with pytest.raises(ValueError, match="got those that unscale returned, and the scaler from before"):
         step(params, jaxmp.GradScaler(), False)

@@ -253,7 +253,7 @@ def test_get_master_params_is_float32_everywhere():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# wrap_state
+# a run of plain optax goes on
 
 
 def train(tx, params, state, steps, seed=0):
@@ -280,7 +280,7 @@ def test_wrapped_float32_run_goes_on_bit_for_bit(inner):
     plain = inner()
     params, state = train(plain, params32(), plain.init(params32()), 3)
     tx = jaxmp.mixed_precision(inner(), "fp32")
-    wrapped = jaxmp.wrap_state(tx, state, params)
+    _, wrapped = jaxmp.checkpoint.convert(state, params, to=tx, policy="fp32")
     assert jax.tree.structure(wrapped) == jax.tree.structure(tx.init(params))
     expected = train(plain, params, state, 3, seed=1)
     got, wrapped = train(tx, params, wrapped, 3, seed=1)
@@ -294,7 +294,7 @@ def test_wrapped_bfloat16_run_has_float32_moments_and_masters():
     params16, state = train(plain, params16, plain.init(params16), 3)
     assert optax.tree.get(state, "mu")["w"].dtype == jnp.bfloat16
     tx = jaxmp.mixed_precision(optax.adam(0.1), "bf16")
-    wrapped = jaxmp.wrap_state(tx, state, params16)
+    _, wrapped = jaxmp.checkpoint.convert(state, params16, to=tx, policy="bf16")
     for name in ("mu", "nu"):
         expected = jax.tree.map(lambda x: x.astype(jnp.float32), optax.tree.get(state, name))
         assert_exact(optax.tree.get(wrapped, name), expected)
@@ -304,10 +304,11 @@ def test_wrapped_bfloat16_run_has_float32_moments_and_masters():
     assert int(optax.tree.get(wrapped, "count")) == 5 and params["w"].dtype == jnp.bfloat16
 
 
-def test_wrap_state_takes_float32_params_for_masters():
+def test_a_plain_state_with_float32_params_gives_masters():
     state = optax.adam(0.1).init(params32())
-    wrapped = jaxmp.wrap_state(jaxmp.mixed_precision(optax.adam(0.1), "fp16"), state, params32())
-    params = jaxmp.get_policy("fp16").cast_to_param(params32())
+    tx = jaxmp.mixed_precision(optax.adam(0.1), "bf16")
+    _, wrapped = jaxmp.checkpoint.convert(state, params32(), to=tx, policy="bf16")
+    params = jaxmp.get_policy("bf16").cast_to_param(params32())
     assert_moved(jaxmp.get_master_params(wrapped, params), params32())
 
 
@@ -320,7 +321,7 @@ def as_nnx_state(tree):
     [(flax.core.freeze, dict), (dict, flax.core.freeze), (dict, as_nnx_state), (as_nnx_state, dict)],
     ids=["frozen_to_dict", "dict_to_frozen", "dict_to_nnx", "nnx_to_dict"],
 )
-def test_wrap_state_re_keys_by_path(old_form, new_form):
+def test_a_plain_state_is_taken_by_path(old_form, new_form):
     """dict, FrozenDict and nnx.State hold the same leaves under the same paths."""
     old_params = old_form(params32())
     state = optax.adam(0.1).init(old_params)
@@ -328,33 +329,11 @@ def test_wrap_state_re_keys_by_path(old_form, new_form):
     _, state = optax.adam(0.1).update(grads, state, old_params)
     new_params = new_form(params32())
     tx = jaxmp.mixed_precision(optax.adam(0.1), "bf16")
-    wrapped = jaxmp.wrap_state(tx, state, new_params)
+    _, wrapped = jaxmp.checkpoint.convert(state, new_params, to=tx, policy="bf16")
     assert jax.tree.structure(wrapped) == jax.tree.structure(tx.init(new_params))
     values = lambda tree: [np.asarray(x) for x in jax.tree.leaves(tree)]  # noqa: E731
     assert_moved(values(optax.tree.get(wrapped, "mu")), values(optax.tree.get(state, "mu")))
     assert int(optax.tree.get(wrapped, "count")) == 1
-
-
-def test_wrap_state_inside_a_chain():
-    """The one `mixed_precision` of a chain is found; the state of the transforms around it starts anew."""
-    inner = optax.adam(0.1)
-    _, state = train(inner, params32(), inner.init(params32()), 2)
-    tx = optax.chain(jaxmp.reduce_gradients(), jaxmp.mixed_precision(inner, "fp16"))
-    wrapped = jaxmp.wrap_state(tx, state, params32())
-    assert_exact(optax.tree.get(wrapped, "count"), jnp.int32(2))
-    assert_moved(optax.tree.get(wrapped, "mu"), optax.tree.get(state, "mu"))
-    assert_close(jaxmp.get_loss_scale(wrapped), 65536.0)
-
-
-def test_wrapped_state_can_be_donated():
-    """No buffer of the old state or of the params is in the new one: the old run is not lost."""
-    inner = optax.adam(0.1)
-    params, state = train(inner, params32(), inner.init(params32()), 1)
-    tx = jaxmp.mixed_precision(inner, "fp32")
-    wrapped = jaxmp.wrap_state(tx, state, params)
-    step = jax.jit(functools.partial(jaxmp.apply_gradients, tx), donate_argnums=(1,))
-    step(grads_like(params), wrapped, params)
-    assert not any(x.is_deleted() for x in jax.tree.leaves((state, params)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -436,7 +415,7 @@ def test_lookahead_with_split_masters_is_refused():
     start = optax.LookaheadParams.init_synced({"w": jnp.ones(3)})
     tx = jaxmp.mixed_precision(optax.lookahead(optax.sgd(0.1), 2, 0.5), "bf16", remainder_bits=16)
     cast = jaxmp.get_policy("bf16").cast_to_param(start)
-    with pytest.raises(ValueError, match="optax.lookahead .* got remainder_bits= with it. Leave remainder_bits=None"):
+    with pytest.raises(ValueError, match="got optax.lookahead. .* leave remainder_bits=None"):
         jax.eval_shape(lambda: jaxmp.apply_gradients(tx, {"w": jnp.ones(3)}, tx.init(start), cast))
 
 
@@ -529,3 +508,47 @@ def test_a_step_keeps_its_dtypes_where_64_bits_are_on(remainder_bits):
     with jax.enable_x64(True):
         found = floats(trained())
     assert_close(found, floats(trained()), rtol=2e-6, atol=1e-5)  # optax corrects the bias of Adam in float64 there
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# params that were loaded in 16 bits
+
+
+HALF = {"w": jnp.full((2, 3), 1.001, jnp.bfloat16), "norm": jnp.ones(3, jnp.bfloat16)}
+FROM_16_BITS = {
+    "masters": (lambda: jaxmp.mixed_precision(optax.sgd(1.0), "bf16"), HALF, 2),
+    "one leaf": (lambda: jaxmp.mixed_precision(optax.sgd(1.0), "bf16"), HALF | {"norm": jnp.ones(3)}, 1),
+    "split masters": (lambda: jaxmp.mixed_precision(optax.sgd(1.0), "bf16", remainder_bits=16), HALF, 2),
+    "masters alone": (lambda: jaxmp.keep_master_params(optax.sgd(1.0), "bf16"), HALF, 2),
+    "another dtype": (lambda: jaxmp.mixed_precision(optax.sgd(1.0), "fp16"), HALF, 2),
+    "frozen": (
+        lambda: jaxmp.mixed_precision(
+            optax.multi_transform({"a": optax.sgd(1.0), "b": optax.set_to_zero()}, {"w": "a", "norm": "b"}), "bf16"
+        ),
+        HALF,
+        1,
+    ),
+}
+
+
+@pytest.mark.thorough(2)
+@pytest.mark.parametrize("init", [lambda tx: tx.init, lambda tx: jax.jit(tx.init)], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", FROM_16_BITS)
+def test_masters_that_start_from_16_bits_are_warned_of(name, init):
+    make, given, count = FROM_16_BITS[name]
+    tx = make()
+    with pytest.warns(
+        UserWarning, match=rf"from float32 params; got {count} in 16 bits, the first at (w|norm)"
+    ) as caught:
+        state = init(tx)(given)
+    assert len(caught) == 1 and 'get_policy("fp32").cast_to_param(params)' in str(caught[0].message)
+    said = init(tx)(jaxmp.get_policy("fp32").cast_to_param(given))  # no warning, which would be an error
+    assert_exact(said.master_params, state.master_params)
+
+
+def test_params_that_need_no_master_may_have_16_bits():
+    jaxmp.mixed_precision(optax.sgd(1.0), "bf16").init({"w": jnp.ones(2)})
+    jaxmp.mixed_precision(optax.sgd(1.0), "bf16-mixed").init({"w": jnp.ones(2)})
+    frozen = optax.multi_transform({"a": optax.sgd(1.0), "b": optax.set_to_zero()}, {"w": "a", "norm": "b"})
+    jaxmp.mixed_precision(frozen, "bf16").init({"w": jnp.ones(2), "norm": HALF["norm"]})
+    jaxmp.unscale_and_skip(optax.sgd(1.0)).init(HALF)

@@ -1,7 +1,5 @@
 """The average of the masters: beside a NumPy rewrite in float64, over skipped steps and for every kind of param."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,50 +103,3 @@ def test_errors():
         jaxmp.get_ema_params(optax.sgd(0.1).init(jnp.ones(2)), jnp.ones(2))
     with pytest.raises(ValueError, match="needs the params"):
         jaxmp.ema_params(0.9).update(jnp.ones(2), jaxmp.ema_params(0.9).init(jnp.ones(2)))
-
-
-EMA = functools.partial(jaxmp.ema_params, 0.5)
-OF_W, OF_B = {"w": True, "b": False}, {"w": False, "b": True}
-NOT_LAST = {
-    "first": (lambda: optax.chain(EMA(), optax.sgd(0.1, momentum=0.9)), "TraceState"),
-    "before a schedule": (
-        lambda: optax.chain(optax.scale_by_adam(), EMA(), optax.scale_by_schedule(lambda n: -0.1)),
-        "ScaleByScheduleState",
-    ),
-    "in a chain": (lambda: optax.chain(optax.chain(optax.sgd(0.1), EMA()), optax.scale(0.5)), "EmptyState"),
-    "in MultiSteps": (lambda: optax.MultiSteps(optax.chain(EMA(), optax.sgd(0.1)), 2), "EmptyState"),
-    "before a mask": (
-        lambda: optax.chain(optax.sgd(0.1), EMA(), optax.masked(optax.set_to_zero(), OF_W)),
-        "EmptyState",
-    ),
-}
-LAST = {
-    "last": lambda: optax.chain(optax.sgd(0.1), EMA()),
-    "before counts": lambda: optax.chain(
-        optax.sgd(0.1), EMA(), optax.chain(jaxmp.count_zeros()), optax.snapshot("norm", optax.tree.norm)
-    ),
-    "two parts": lambda: optax.chain(
-        optax.masked(optax.chain(optax.sgd(0.1), EMA()), OF_W), optax.masked(optax.set_to_zero(), OF_B)
-    ),
-    "a label": lambda: optax.multi_transform(
-        {"train": optax.chain(optax.sgd(0.1), EMA()), "freeze": optax.set_to_zero()}, {"w": "train", "b": "freeze"}
-    ),
-}
-
-
-@pytest.mark.parametrize("wrap", [jaxmp.mixed_precision, jaxmp.keep_master_params], ids=["mixed", "masters"])
-@pytest.mark.parametrize("name", NOT_LAST)
-def test_an_average_before_what_changes_updates_is_refused(name, wrap):
-    """It would average weights that other updates moved."""
-    make, behind = NOT_LAST[name]
-    tx, params = wrap(make(), "fp32"), {"w": jnp.ones(2), "b": jnp.ones(2)}
-    with pytest.raises(
-        ValueError, match=f"got a transform with {behind} behind ema_params in a chain. Put ema_params last:"
-    ):
-        jax.eval_shape(lambda: jaxmp.apply_gradients(tx, params, tx.init(params), params))
-
-
-@pytest.mark.parametrize("name", LAST)
-def test_an_average_of_final_updates_is_not(name):
-    tx, params = jaxmp.mixed_precision(LAST[name](), "fp32"), {"w": jnp.ones(2), "b": jnp.ones(2)}
-    jax.eval_shape(lambda: jaxmp.apply_gradients(tx, params, tx.init(params), params))

@@ -451,7 +451,7 @@ def test_on_a_cpu_gradients_are_checked_without_a_sum_of_flags():
 def test_split_masters_need_apply_gradients():
     tx = jaxmp.mixed_precision(optax.sgd(1.0), "bf16", remainder_bits=16)
     params = {"w": jnp.ones(2, jnp.bfloat16)}
-    with pytest.raises(ValueError, match=r"must be written together with them; got tx.update"):
+    with pytest.raises(ValueError, match=r"must be written with all params; got tx.update"):
         tx.update(params, tx.init(params), params)
 
 
@@ -489,9 +489,9 @@ def test_masters_of_another_kind_are_refused(other):
     assert jax.tree.structure(made) != jax.tree.structure(tx.init(params32))  # a checkpoint does not fit
     steps = [functools.partial(jaxmp.apply_gradients, tx)] + [tx.update] * (other is None)
     for step in steps:
-        with pytest.raises(ValueError, match="got int16 remainders at w, .* Make tx with remainder_bits=16"):
+        with pytest.raises(ValueError, match="got int16 at w, with remainder_bits="):
             step(jax.tree.map(jnp.copy, params), made, params)
-    with pytest.raises(ValueError, match="got a float32 master at w, with remainder_bits=16. Make tx without"):
+    with pytest.raises(ValueError, match="got float32 at w, with remainder_bits=16. Make tx as it was"):
         whole = jaxmp.mixed_precision(optax.sgd(1.0), "bf16").init(params32)
         split = jaxmp.mixed_precision(optax.sgd(1.0), "bf16", remainder_bits=16)
         jaxmp.apply_gradients(split, jax.tree.map(jnp.copy, params), whole, params)

@@ -7,6 +7,7 @@ arguments to the optimizer, and does not change batch_stats and `step` in a skip
 """
 
 import dataclasses
+import warnings
 from typing import Any, Self
 
 import jax
@@ -17,12 +18,15 @@ from flax.training import train_state
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.bridges import named_once
-from jaxmp._src.guard import argument_kinds, extra_arguments, new_params, scale_reads, state_readers, transform
-from jaxmp._src.guard.loss import calibrate
 from jaxmp._src.step import (
+    argument_kinds,
     policy as policy_lib,
+    reload_masters,
+    scale_reads,
     state as states,
+    transform,
 )
+from jaxmp._src.step.calibrate import calibrate
 
 
 class _Replaced:
@@ -58,11 +62,21 @@ def _replace(self: Any, **updates: Any) -> Any:
     """
     if "params" in updates and "opt_state" not in updates:
         cast = (lambda params: params) if self.policy is None else self.policy.cast_to_param
-        updates["params"], updates["opt_state"] = new_params.follow(
+        updates["params"], updates["opt_state"] = reload_masters.follow(
             self.opt_state, updates["params"], self.params, cast
         )
     if updates.get("tx", self.tx) is not self.tx and "opt_state" not in updates:
-        new_params.check_is_state_of(updates["tx"], self.opt_state, self.params)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                wanted = jax.tree.structure(jax.eval_shape(updates["tx"].init, self.params))
+        except Exception:  # params without arrays (shardings), or a `tx` that says itself what it cannot take
+            wanted = jax.tree.structure(self.opt_state)
+        if wanted != jax.tree.structure(self.opt_state):
+            raise ValueError(
+                "replace(tx=): another optimizer needs a state of its own; got a tx that does not fit opt_state. "
+                "Give both: full = jaxmp.get_master_params(state.opt_state, state.params); state.replace(tx=tx, "
+                "opt_state=tx.init(full))."
+            )
     return dataclasses.replace(self, **updates)
 
 
@@ -149,20 +163,16 @@ class TrainState(_Replaced, train_state.TrainState):
 
         Returns:
           The next state.
-
-        Raises:
-          TypeError: an argument that is neither a field nor taken by the optimizer.
         """
         known = {field.name for field in dataclasses.fields(self)}
         fields = {name: value for name, value in kwargs.items() if name in known}
         extra = {name: value for name, value in kwargs.items() if name not in known}
-        extra_arguments.check(self.tx, extra, fields=known)
         if self.policy is not None:
             scale_reads.check_policy_was_taken(self.opt_state, grads, self.policy)
         params, opt_state = transform.apply_gradients(self.tx, grads, self.opt_state, self.params, **extra)
         fields["step"] = fields.get("step", self.step + 1)
         old = {name: getattr(self, name) for name in fields}
-        return self.replace(params=params, opt_state=opt_state, **state_readers.keep_if_skipped(opt_state, fields, old))
+        return self.replace(params=params, opt_state=opt_state, **states.keep_if_skipped(opt_state, fields, old))
 
     def calibrate(self, fun: Any, *args: Any, **kwargs: Any) -> Self:
         """This state with fp8 scales and amax histories from one batch; see `jaxmp.fp8.calibrate`.

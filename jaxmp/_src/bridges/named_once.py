@@ -5,8 +5,7 @@ from typing import Any
 import jmp
 import optax
 
-from jaxmp._src.guard import transform
-from jaxmp._src.step import policy as policy_lib
+from jaxmp._src.step import policy as policy_lib, transform
 from jaxmp._src.step.transform import Transformation
 
 
@@ -25,7 +24,7 @@ def wrapped(
     if is_made and given:
         held = "no policy" if policy is None else "a tx of jaxmp, which was made with its own"
         raise TypeError(
-            f"{given[0]}= goes with policy= to an optimizer of optax, which is wrapped for it; got {held}. Pass it to "
+            f"{given[0]}= goes with policy= to an optimizer of optax; got {held}. Pass it to "
             f"jaxmp.mixed_precision(inner, policy, ...) or jaxmp.get_policy(policy, keep_fp32=...)."
         )
     if policy is None:
@@ -36,19 +35,13 @@ def wrapped(
         return transform.mixed_precision(tx, chosen, loss_scale=loss_scale), chosen
     if tx.rule.policy is None:
         raise ValueError(
-            "policy= casts the params, and only an optimizer with masters can train them; got tx without masters. "
-            "Wrap it: tx = jaxmp.mixed_precision(tx, policy)."
+            "policy= needs masters; got tx without masters. Wrap it: tx = jaxmp.mixed_precision(tx, policy)."
         )
-    _check_is_policy_of(tx.rule.policy, chosen)
-    return tx, chosen
-
-
-def _check_is_policy_of(own: policy_lib.Policy, policy: policy_lib.Policy) -> None:
-    """Raises a ValueError if `policy` has other params or another compute dtype than that of an optimizer, `own`."""
     for name in ("param_dtype", "keep_fp32", "compute_dtype"):
-        if getattr(own, name) != getattr(policy, name):
+        own, other = getattr(tx.rule.policy, name), getattr(chosen, name)
+        if own != other:
             raise ValueError(
-                f"policy= must be the policy that tx was made with, whose masters and loss scale tx has; "
-                f"got {name}={getattr(policy, name)!s} in policy and {getattr(own, name)!s} in that of tx. Leave the "
-                f"precision to one of them: an optimizer of optax as tx is wrapped for policy=."
+                f"policy= must be the policy that tx was made with; got {name}={other!s} in policy and {own!s} in that "
+                f"of tx. Name the precision once: an optimizer of optax as tx is wrapped for policy=."
             )
+    return tx, chosen

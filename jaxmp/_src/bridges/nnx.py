@@ -7,6 +7,7 @@ it back into the module; `restore_if_skipped` restores the statistics after a sk
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,25 +18,20 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from jaxmp._src.autocast import flax_layers
-from jaxmp._src.base import signatures
+from jaxmp._src.base import signatures, tree_paths
 from jaxmp._src.bridges import named_once
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8.nnx_layers import Fp8Scale, to_fp8
-from jaxmp._src.guard import (
-    argument_kinds,
-    compute_dtypes,
-    loss as guard,
-    new_params,
-    scale_reads,
-    state_readers,
-    transform,
-)
-from jaxmp._src.guard.batch import look_at_batch
 from jaxmp._src.step import (
+    argument_kinds,
+    calibrate,
     microbatches,
     policy as policy_lib,
+    reload_masters,
+    scale_reads,
     scales,
     state as states,
+    transform,
     value_and_grad as gradients,
 )
 
@@ -91,46 +87,27 @@ def value_and_grad(
     k = microbatches.check_accumulate(accumulate)
     policy = None if policy is None else policy_lib.get_policy(policy)
     chosen = _filter_of(argnums, wrt)
-    looked_at = guard.looked_at(fun, has_aux, k)
 
     @functools.wraps(fun)
     def wrapped(model: nnx.Module, *args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
-        guard.look_at_order((model, *args), (), opt_state, "value_and_grad(loss_fn)(model, *batch, opt_state=...)")
-        guard.look_at_loss_scale(opt_state)
+        gradients.check_call("value_and_grad(loss_fn)(model, *batch, opt_state=...)", (model, *args), (), opt_state)
         wrt = _with_scales(model, chosen)
         passed = {i: x for i, x in enumerate(args, 1) if nnx.graph.is_graph_node(x)}  # nnx.Rngs, another module
         graphdef, params, rest = _split((model, *passed.values()), wrt)
-        guard.look_at_params({0: params}, k)
-
-        def called(params: PyTree, rest: PyTree, arrays: dict[int, PyTree]) -> tuple[Any, Any]:
-            """What the loss returned, and the modules after it."""
-            merged = nnx.merge(graphdef, nnx.State({0: params}), rest, copy=True)
-            given = arrays | dict(zip(passed, merged[1:], strict=True))
-            run = flax_layers.with_modules(looked_at, (merged[0],))
-            return run(merged[0], *(given[i] for i in range(1, len(args) + 1)), **kwargs), merged
-
-        others = {i: x for i, x in enumerate(args, 1) if i not in passed}
-        loss_of = lambda batch: called(params, rest, others | batch)[0]  # noqa: E731
-        look_at_batch(loss_of, (model, *args), (0, *passed), accumulate_argnums, k)
+        gradients.check_params({0: params}, k)
         batches, whole = microbatches.split_arguments((model, *args), (0, *passed), accumulate_argnums, k)
 
         def loss_fn(params: PyTree, rest: PyTree, batch: PyTree) -> Any:
-            out, merged = called(params, rest, whole | batch)
-            loss, aux = gradients.loss_and_aux(out, has_aux)
+            merged = nnx.merge(graphdef, nnx.State({0: params}), rest, copy=True)
+            given = whole | batch | dict(zip(passed, merged[1:], strict=True))
+            run = flax_layers.with_modules(fun, (merged[0],))
+            out = run(merged[0], *(given[i] for i in range(1, len(args) + 1)), **kwargs)
+            loss, aux = gradients.loss_and_aux(out, has_aux, k)
             return loss, aux, _split(merged, wrt)[2]
 
         loss, aux, rest, grads = gradients.scaled_value_and_grad(
-            loss_fn,
-            params,
-            rest,
-            batches,
-            opt_state,
-            policy=policy,
-            k=k,
-            axis_name=axis_name,
-            look=compute_dtypes.looks_once(),
+            loss_fn, params, rest, batches, opt_state, policy=policy, k=k, axis_name=axis_name
         )
-        scale_reads.note_scaled(grads, opt_state)
         for i, x in enumerate((model, *passed.values())):
             if i in rest:
                 nnx.update(x, rest[i])
@@ -150,7 +127,9 @@ class Optimizer(nnx.Optimizer):
       model: the module, with float32 params.
       tx: an optimizer of optax, which becomes `jaxmp.mixed_precision(tx, policy)`; or `jaxmp.mixed_precision(...)`.
       wrt: filter of the variables to optimize. The scales of fp8 layers (`Fp8Scale`) always belong to them, also with
-        `wrt=nnx.LoRAParam`: gradients go through layers with frozen weights, too.
+        `wrt=nnx.LoRAParam`: gradients go through layers with frozen weights, too. With a kind of `nnx.Param` such as
+        this one, `policy` casts all other `nnx.Param` of the module as well, the frozen base. With another filter it
+        casts what the filter chooses; cast a frozen base yourself: `jaxmp.nnx.cast_to_param(model, policy)`.
       policy: the policy of `tx`; None does not cast the module. The optimizer carries it: with `opt_state=optimizer`,
         `value_and_grad` needs no `policy=`. With "fp8", a model without fp8 layers goes through `to_fp8` first.
       keep_fp32: as for `get_policy`, with a `tx` of optax.
@@ -188,10 +167,17 @@ class Optimizer(nnx.Optimizer):
                 to_fp8(model, chosen.recipe)
         wrt = _with_scales(model, wrt)
 
-        super().__init__(model, tx, wrt=wrt)
+        whole = _with_frozen_base(wrt)
+        with warnings.catch_warnings():
+            if whole is not wrt:  # patterns of keep_fp32 may be for the base, which tx does not see
+                warnings.filterwarnings("ignore", message="keep_fp32: ")
+            super().__init__(model, tx, wrt=wrt)
         self.tx, self.policy = tx, chosen
         if self.policy is not None:
-            cast_to_param(model, self.policy, wrt=wrt)
+            cast_to_param(model, self.policy, wrt=whole)
+            if whole is not wrt:
+                paths = [path for path, _ in tree_paths.boxed_leaves(nnx.state(model, whole))[0]]
+                tree_paths.warn_of_idle("keep_fp32", self.policy.keep_fp32, paths, of="param")
 
     def update(self, model: nnx.Module, grads: PyTree, /, **kwargs: Any) -> None:
         """One step: updates the params of `model` and this optimizer's state in place, unless the step is skipped.
@@ -219,8 +205,7 @@ class Optimizer(nnx.Optimizer):
 
         Args:
           model: the module; its params in float32 (masters then have full precision) or as the policy casts them. With
-            the `policy=` of this optimizer those that it trains are cast afterwards; cast a frozen base (LoRA)
-            yourself, as at the start: `jaxmp.nnx.cast_to_param(model, policy)`.
+            the `policy=` of this optimizer they are cast afterwards, as at the start.
 
         Example:
           >>> import jax.numpy as jnp, jaxmp, optax
@@ -233,10 +218,10 @@ class Optimizer(nnx.Optimizer):
           Array(0.300781, dtype=bfloat16)
         """
         pure = nnx.as_pure
-        opt_state = new_params.reload_master_params(pure(self.opt_state), pure(nnx.state(model, self.wrt)))
+        opt_state = reload_masters.reload_master_params(pure(self.opt_state), pure(nnx.state(model, self.wrt)))
         nnx.update(self.opt_state, nnx.state(opt_state))
         if self.policy is not None:
-            cast_to_param(model, self.policy, wrt=self.wrt)
+            cast_to_param(model, self.policy, wrt=_with_frozen_base(self.wrt))
 
     @property
     def metrics(self) -> dict[str, Array]:
@@ -278,7 +263,7 @@ class Optimizer(nnx.Optimizer):
 
         kwargs.setdefault("policy", self.policy)
         opt_state = nnx.as_pure(self.opt_state)
-        params, opt_state = guard.calibrate(
+        params, opt_state = calibrate.calibrate(
             of_params, nnx.as_pure(params), *args, tx=self.tx, opt_state=opt_state, **kwargs
         )
         nnx.update(model, params)
@@ -332,6 +317,20 @@ def _with_scales(model: nnx.Module, wrt: Any) -> Any:
     return nnx.Any(wrt, Fp8Scale) if jax.tree.leaves(left_out) else wrt
 
 
+def _with_frozen_base(wrt: Any) -> Any:
+    """The filter `wrt`, or all of `nnx.Param` if it names kinds of them: what else is there is a frozen base.
+
+    Params that a filter of paths leaves out may be those of another optimizer, which makes its masters later.
+    """
+
+    def are_params(predicate: Any) -> bool:
+        if isinstance(predicate, nnx.filterlib.Any):
+            return all(map(are_params, predicate.predicates))
+        return isinstance(predicate, nnx.filterlib.OfType) and issubclass(predicate.type, nnx.Param)
+
+    return nnx.Any(wrt, nnx.Param) if are_params(nnx.filterlib.to_predicate(wrt)) else wrt
+
+
 def snapshot(model: nnx.Module, *filters: Any) -> nnx.State:
     """The current values of variables, for `restore_if_skipped`.
 
@@ -382,4 +381,4 @@ def restore_if_skipped(opt_state: Any, model: nnx.Module, before: nnx.State) -> 
     )
     paths = {path for path, _ in nnx.to_flat_state(before)}
     now = nnx.state(model, lambda path, _: tuple(path) in paths)
-    nnx.update(model, state_readers.keep_if_skipped(opt_state, now, before))
+    nnx.update(model, states.keep_if_skipped(opt_state, now, before))

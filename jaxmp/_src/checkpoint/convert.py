@@ -19,9 +19,8 @@ from jaxtyping import PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.guard import argument_kinds
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import state as states, state_arrays
+from jaxmp._src.step import argument_kinds, state as states, state_arrays
 from jaxmp._src.step.policy import get_policy
 from jaxmp._src.step.state import StepState
 from pallas_kernels import moments

@@ -5,6 +5,7 @@
  "grad_scaler": {"scale": [s], "growth_tracker", "hysteresis_tracker"}}
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def import_megatron(
 
     Example:
       >>> import jaxmp
-      >>> tx, params = jaxmp.mixed_precision(optax.adam(1e-3), "bf16"), {"w": jnp.ones(1, jnp.bfloat16)}
+      >>> tx, params = jaxmp.mixed_precision(optax.adam(1e-3), "bf16"), {"w": jnp.ones(1)}
       >>> state = {0: {"step": 7, "exp_avg": np.ones(1), "exp_avg_sq": np.ones(1)}}
       >>> saved = {"optimizer": {"state": state, "param_groups": [{"params": [0]}]}}
       >>> params, opt_state = import_megatron(saved | {"fp32_from_fp16_params": [[np.float32([1.25])]]}, tx, params)
@@ -67,7 +68,8 @@ def import_megatron(
             raise ValueError("without groups=, each param must be found by its shape; give the paths by groups.")
         groups = [[by_shape[shapes[n]] for n in group] for group in numbers]
     order = [path for group in groups for path in group]
-    steps = states.with_masters(jax.eval_shape(tx.init, params))
+    with warnings.catch_warnings(action="ignore"):  # the masters come from Megatron
+        steps = states.with_masters(jax.eval_shape(tx.init, params))
     found = [path for step in steps for path, _ in jax.tree_util.tree_leaves_with_path(step.master_params)]
     with_master = {leaf_paths.param_of(path) for path in found}
     wrong = [path for path in order if path not in leaves or order.count(path) > 1] + sorted(with_master - {*order})

@@ -23,8 +23,8 @@ from jaxtyping import PyTree
 from jaxmp._src.base import optional, tree_paths
 from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.guard import argument_kinds
 from jaxmp._src.numerics import casting
+from jaxmp._src.step import argument_kinds
 
 Layout = Literal["flax", "torch"]
 _FP8 = jnp.dtype(jnp.float8_e4m3fn)

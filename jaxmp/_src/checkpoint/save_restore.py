@@ -25,8 +25,7 @@ from jaxmp._src.base import optional, tasks, tree_paths
 from jaxmp._src.devices import digests, shardings
 from jaxmp._src.distributed import param_layout
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.guard import argument_kinds
-from jaxmp._src.step import state as states, state_arrays
+from jaxmp._src.step import argument_kinds, state as states, state_arrays
 
 _Names = tuple[str, ...]
 _SAVED = "bool int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64".split()

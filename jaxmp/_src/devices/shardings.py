@@ -7,6 +7,7 @@ of a quantized moment. All other leaves are small and replicated: counts, the lo
 """
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -84,7 +85,8 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
             return placed(PartitionSpec(axis, *rest))
         return placed(_spec_of(sharding) if x.shape == shape else PartitionSpec())
 
-    state = jax.eval_shape(tx.init, params)
+    with warnings.catch_warnings(action="ignore"):  # of masters from 16 bits: nothing starts here
+        state = jax.eval_shape(tx.init, params)
     return jax.tree_util.tree_map_with_path(place, state, is_leaf=moments.is_quantized)
 
 

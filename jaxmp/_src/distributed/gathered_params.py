@@ -3,7 +3,7 @@
 A mean over devices of the gradients of cut params adds parts of different params. If jax does not check how values vary
 over the mesh, nothing in the arrays shows this mistake, and a loop that was data-parallel contains such a mean. So
 `jaxmp.fsdp.gather` writes a note while the loss is traced, `value_and_grad` moves the note to the trace level of the
-gradients, and `jaxmp.reduce_gradients` looks for the note. `guard.whole_leaves` looks for it too, to find optimizers
+gradients, and `jaxmp.reduce_gradients` looks for the note. `whole_leaves` looks for it too, to find optimizers
 that need whole leaves.
 """
 

@@ -139,8 +139,7 @@ def stream_updates(
     Example:
       >>> import jaxmp
       >>> tx = jaxmp.mixed_precision(stream_updates(optax.sgd(0.5, momentum=0.9)), "bf16")
-      >>> params = jnp.ones(2, jnp.bfloat16)
-      >>> opt_state = put(tx.init(params))
+      >>> opt_state, params = put(tx.init(jnp.ones(2))), jnp.ones(2, jnp.bfloat16)
       >>> params, opt_state = jaxmp.apply_gradients(tx, jnp.ones(2, jnp.bfloat16), opt_state, params)
       >>> params, {x.sharding.memory_kind for x in jax.tree.leaves(opt_state.optimizer_state)}
       (Array([0.5, 0.5], dtype=bfloat16), {'pinned_host'})

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -138,7 +139,8 @@ def plan(
 
     def state_from(params: PyTree) -> tuple[int, int, bool]:
         """(bytes of the masters, bytes of the rest, whether there are masters) of the state of these params."""
-        state = jax.eval_shape(optimizer.init, params)
+        with warnings.catch_warnings(action="ignore"):  # of masters from 16 bits: nothing starts here
+            state = jax.eval_shape(optimizer.init, params)
         place = None if places is None else shardings.sharding_of(optimizer, params, places)
         if place is None:  # without a mesh, what each device has its own of stands there for all of them
             state = jax.tree_util.tree_map_with_path(

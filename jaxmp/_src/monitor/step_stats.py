@@ -21,7 +21,6 @@ from jaxtyping import Array, Bool, Float, PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import collectives, shardings
 from jaxmp._src.fp8 import amax_records, scale_equations, scale_leaves
-from jaxmp._src.guard import state_readers
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import TensorStats
 from jaxmp._src.numerics import casting, float_bits
@@ -168,8 +167,8 @@ def _measure_step(
     axis_name: Any,
 ) -> StepStats:
     measure = functools.partial(tensor_stats.measure, histogram=histogram, axis_name=axis_name)
-    params32 = state_readers.get_master_params(opt_state, params)
-    axes, loss_scale = collectives.bound_axes(axis_name), states.get_loss_scale(opt_state)
+    params32 = states.get_master_params(opt_state, params)
+    axes, loss_scale = collectives.bound_axes(axis_name), states.loss_scale_of(opt_state)
     frozen, may_be_frozen = _frozen(opt_state, params), _may_be_frozen(opt_state, params)
     return StepStats(
         grads=measure(grads),

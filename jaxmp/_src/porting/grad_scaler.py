@@ -62,10 +62,9 @@ from jaxmp._src.autocast import cast_lists
 from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives
-from jaxmp._src.guard import scale_reads, transform
 from jaxmp._src.loss_scale import dynamic, protocol, static, torch_state
 from jaxmp._src.numerics import casting, reductions
-from jaxmp._src.step import state as states
+from jaxmp._src.step import scale_reads, state as states, transform
 from jaxmp._src.step.transform import Transformation
 from pallas_kernels.when import when
 

@@ -28,7 +28,7 @@ from jaxmp._src.base.progress import Progress
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import layers, scale_leaves
 from jaxmp._src.programs import array_functions
-from jaxmp._src.step import state as states, transform
+from jaxmp._src.step import argument_kinds, state as states, transform
 from jaxmp._src.step.value_and_grad import value_and_grad
 
 _BACKOFF = np.float32(1 / 16)  # of the loss scale, where a gradient overflows
@@ -91,8 +91,30 @@ def calibrate(
       >>> float(jaxmp.get_metrics(opt_state)["fp8/lost_gradients"])
       0.0
     """
-    single = isinstance(argnums, int)
-    params = args[argnums] if single else tuple(args[i] for i in argnums)
+    params = _selected(args, argnums)
+    argument_kinds.check(
+        "calibrate(loss_fn, params, *batch, tx=tx, opt_state=opt_state)",
+        loss_fn=("function", fun),
+        params=("params", params),
+        tx=("optimizer", tx),
+        opt_state=("state", opt_state),
+    )
+    states.check_is_state(opt_state, "calibrate")
+    if not states.find(opt_state, states.Fp8State):
+        raise ValueError(
+            "calibrate must get a state with amax histories; got one without. Recipes without state need none; else "
+            "make it by jaxmp.mixed_precision(inner, policy, recipe=recipe) from params that hold scales."
+        )
+    if not scale_leaves.has_scales(params):
+        raise ValueError(
+            "calibrate must get params with fp8 scales; got none. Call calibrate(loss_fn, params, *batch, tx=tx, "
+            "opt_state=opt_state), with argnums= where the params stand."
+        )
+    if any(states.find(steps, states.Fp8State) for steps in states.find(opt_state, optax.MultiStepsState)):
+        raise ValueError(
+            "calibrate takes one step, and optax.MultiSteps takes none before its last; got amax histories inside of "
+            "it. Put mixed_precision around MultiSteps, or use accumulate= of jaxmp.value_and_grad."
+        )
     gradients = value_and_grad(
         fun,
         argnums,
@@ -166,7 +188,7 @@ def _finite_amaxes(
         scale = found[0] * _BACKOFF
         return scale, amaxes_at(at(scale))
 
-    scale = states.get_loss_scale(opt_state)
+    scale = states.loss_scale_of(opt_state)
     scale, amaxes = lax.while_loop(overflows, lower, (scale, amaxes_at(opt_state)))
     return amaxes, at(scale)
 
@@ -181,6 +203,6 @@ def _check_finite(amaxes: PyTree) -> None:
             return
         if not np.all(np.isfinite(amax)):
             raise ValueError(
-                f"calibrate needs a batch whose activations and gradients are finite; got an amax of {np.max(amax)} at "
-                f"{path}. Look at the batch and the weights (jaxmp.monitor.first_bad_op)."
+                f"calibrate needs finite activations and gradients; got an amax of {np.max(amax)} at {path}. Look for "
+                f"the cause with jaxmp.monitor.first_bad_op."
             )

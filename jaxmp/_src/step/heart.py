@@ -198,7 +198,14 @@ def decide(
         objections.append(collectives.any_nonfinite(loss))
     if rule.skip_if is not None:
         metrics = states.get_metrics(state) | ({} if loss is None else {"loss": jnp.asarray(loss)})
-        objections.append(jnp.asarray(rule.skip_if(gradients.tree(), metrics)))
+        objection = rule.skip_if(gradients.tree(), metrics)
+        objection = objection if isinstance(objection, jax.Array) else np.asarray(objection)
+        if objection.shape or objection.dtype != bool:  # a number would skip each step where it is not 0
+            raise TypeError(
+                f"skip_if(grads, metrics) must return one bool; got {objection.dtype}{list(objection.shape)}. Compare, "
+                f"and reduce: jnp.any(x > limit)."
+            )
+        objections.append(jnp.asarray(objection))
     unwanted = functools.reduce(jnp.logical_or, objections, jnp.zeros((), bool))
     if looks or objections:
         flags = {"bad": bad, "unwanted": unwanted} | ({} if clamped is None else {"clamped": clamped})

@@ -29,6 +29,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import frozen_leaves
@@ -230,19 +231,26 @@ def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> P
     frozen = (
         frozen_leaves.frozen_leaves(inner, full) if len(jax.tree.leaves(params)) == len(units) else [False] * len(units)
     )
-    masters = []
+    masters, rounded = [], []
     for (path, unit), full_unit, is_frozen in zip(units, full_units, frozen, strict=True):
         for x in jax.tree.leaves(unit):
             if not is_frozen and not casting.is_float(x):
                 raise TypeError(
-                    f"an optimizer updates float params; got {getattr(x, 'dtype', type(x).__name__)} at {path}. Call "
-                    f"tx.init with float32 params; keep such leaves outside params, or "
-                    f"freeze them with optax.multi_transform and optax.set_to_zero."
+                    f"an optimizer updates float params; got {getattr(x, 'dtype', type(x).__name__)} at {path}. Keep "
+                    f"such leaves outside of params, or freeze them: optax.multi_transform with optax.set_to_zero."
                 )
         # jax leaves out selections between arrays without elements, so the program does not show which are frozen.
         is_empty = all(casting.is_float(x) and x.size == 0 for x in jax.tree.leaves(unit))
         needs_master = policy.param_dtype_of(path).itemsize <= 2 and (is_empty or not is_frozen)
         masters.append(full_unit if needs_master else optax.MaskedNode())
+        rounded += [path] * (needs_master and any(casting.is_low_precision(x.dtype) for x in jax.tree.leaves(unit)))
+    if rounded:
+        warn(
+            "masters-from-16-bits",
+            f"masters should start from float32 params; got {len(rounded)} in 16 bits, the first at {rounded[0]}: "
+            f"their masters hold 16-bit numbers. Call tx.init(params32) before policy.cast_to_param(params32). If you "
+            f'have 16 bits only, say so: tx.init(jaxmp.get_policy("fp32").cast_to_param(params)).',
+        )
     return treedef.unflatten(masters)
 
 

@@ -10,34 +10,79 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from jaxmp._src.base import tree_paths
+
 
 def split_arguments(
     args: Sequence[Any], others: Sequence[int], accumulate_argnums: int | Sequence[int] | None, k: int
 ) -> tuple[dict[int, Any], dict[int, Any]]:
     """The arguments but `others`, by position: `(the batch as k microbatches, those that are passed on whole)`.
 
-    With k = 1 nothing is split, and all arguments are passed on whole. The arguments are those of `batch_of`.
-    """
-    batch = batch_of(args, others, accumulate_argnums)
-    whole = {i: x for i, x in enumerate(args) if i not in others and (k == 1 or i not in batch)}
-    return ({}, whole) if k == 1 else (split_microbatches(batch, k), whole)
-
-
-def batch_of(
-    args: Sequence[Any], others: Sequence[int], accumulate_argnums: int | Sequence[int] | None
-) -> dict[int, Any]:
-    """The arguments that hold the batch, by position.
+    With k = 1 nothing is split, and all arguments are passed on whole.
 
     Args:
       args: all positional arguments.
       others: the positions of those that are differentiated or carried.
       accumulate_argnums: the positions of the batch; None: there is one argument beside the others.
+      k: number of microbatches.
     """
     if accumulate_argnums is None:
         chosen = tuple(i for i in range(len(args)) if i not in others)
     else:
         chosen = resolve_argnums(accumulate_argnums, len(args), "accumulate_argnums")
-    return {i: args[i] for i in chosen}
+    if set(chosen) & set(others):
+        raise ValueError(
+            f"accumulate_argnums must not name differentiated or carried arguments; got {chosen}, and {tuple(others)} "
+            f"are."
+        )
+    if k == 1:
+        return {}, {i: x for i, x in enumerate(args) if i not in others}
+    if accumulate_argnums is None and len(chosen) > 1:
+        raise ValueError(
+            f"accumulate={k} must know which arguments hold the batch; got {len(chosen)} that may. Name those to cut, "
+            f"accumulate_argnums={chosen} for all of them; the others are passed on whole."
+        )
+    batch = {i: args[i] for i in chosen}
+    check_batch(batch, k)
+    return split_microbatches(batch, k), {i: x for i, x in enumerate(args) if i not in (*others, *chosen)}
+
+
+def check_batch(batch: dict[int, PyTree], k: int) -> None:
+    """Raises a ValueError for a batch, by argument, that cannot be cut into `k` microbatches of equal rows."""
+    is_list = lambda x: isinstance(x, list) and len(x) > 1 and all(isinstance(y, bool | int | float) for y in x)  # noqa: E731
+    leaves = [(tree_paths.path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_list)]
+    if not leaves:
+        raise ValueError(
+            f"accumulate={k} cuts the batch, which must be among the positional arguments; got no array there. Pass "
+            f"the batch by position: value_and_grad(loss_fn, accumulate={k})(params, batch, opt_state=opt_state)."
+        )
+    rows: dict[str, int] = {}
+    for path, x in leaves:
+        if is_list(x):
+            raise ValueError(
+                f"a batch must hold arrays; got a list of {len(x)} Python numbers at argument {path}. Pass "
+                f"jnp.asarray(batch)."
+            )
+        if is_key(x) or not jnp.ndim(x):
+            continue
+        rows[path] = x.shape[0]
+        if x.shape[0] % k:
+            raise ValueError(
+                f"accumulate={k} must divide the leading axis of the batch; got {tuple(x.shape)} at argument {path}. "
+                f"{_NAME_IT}"
+            )
+    if len(set(rows.values())) > 1:
+        got = ", ".join(f"{n} at argument {path}" for path, n in rows.items())
+        raise ValueError(f"all parts of a batch must have the same leading axis; got {got}. {_NAME_IT}")
+    keys = [path for path, x in leaves if is_key(x) and x.dtype == jnp.uint32]
+    if keys and k == 2 and set(rows.values()) <= {2}:  # a raw key, or two rows of numbers
+        raise ValueError(
+            f"keys must be typed in a batch of two rows; got uint32[2] at argument {keys[0]}, which may be a raw key "
+            f"or two rows. Use jax.random.key, or another dtype for rows."
+        )
+
+
+_NAME_IT = "Name the arguments that hold the batch with accumulate_argnums=; the others are passed on whole."
 
 
 def split_microbatches(tree: PyTree, k: int) -> PyTree:

@@ -37,7 +37,7 @@ from jaxmp._src.base import ambient
 from jaxmp._src.fp8 import chosen_layers, linen_layers
 from jaxmp._src.programs import flax_modules
 from jaxmp._src.step import fp8_products
-from jaxmp._src.step.policy import Policy, get_policy, is_policy
+from jaxmp._src.step.policy import Policy, check_precision, get_policy, is_policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -194,6 +194,12 @@ def autocast(
     References:
       torch.autocast (PyTorch 2.13); Micikevicius et al., Mixed Precision Training, 2018 (arXiv 1710.03740).
     """
+    if callable(dtype) and not isinstance(dtype, type):
+        raise TypeError("the arguments are autocast(fn, dtype); got a function as dtype")
+    for given in (fn, dtype):
+        if isinstance(given, str) and not is_policy(given):
+            cast_lists.check_no_device("autocast", given)  # torch's first argument
+            check_precision(given)
     if is_policy(fn):  # `autocast("fp8")`, as torch.autocast takes its dtype
         fn, dtype = None, fn
     options: dict[str, Any] = {"allow": allow, "force_fp32": force_fp32, "widest": widest, "modules": modules}
@@ -272,6 +278,13 @@ def explain_autocast(
       >>> worst.name, worst.added > 50
       ('sub', True)
     """
+    if not callable(fn):
+        raise TypeError(f"explain_autocast must get a function; got {type(fn).__name__}: a result? Give fn, *args.")
+    if rewrite.is_autocast(fn):
+        raise ValueError(
+            "explain_autocast must get the function as it is written; got one of autocast. Give the function from "
+            "before: explain_autocast(fn, *args, dtype=...)."
+        )
     if grad and not measure:
         raise ValueError("explain_autocast: grad=True measures the gradient too; it needs measure=True")
     if dtype is not None and policy is not None:
@@ -339,7 +352,7 @@ def around_loss(policy: Policy | None, *, is_default: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if not kept or lists != outer:
             stack.enter_context(rewrite.region_of(lists))
-        # The guard of losses warns if the loss of a policy multiplies nothing in fp8, so its region does not.
+        # value_and_grad warns if the loss of a policy multiplies nothing in fp8, so its region does not.
         stack.enter_context(_fp8_and_precision(policy, enabled=True, fp8=not kept_fp8))
         yield
 

@@ -14,11 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import host_memory
+from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import leaf_paths, masters as masters_lib, state as states, state_arrays
 
@@ -51,7 +53,18 @@ def reload_master_params(opt_state: Any, params: PyTree) -> Any:
     References:
       Megatron-LM, core/optimizer/optimizer.py, `reload_model_params`.
     """
+    if not states.with_masters(opt_state):
+        raise ValueError(
+            "opt_state must keep masters; got a state without masters. Pass (opt_state, params) of mixed_precision."
+        )
+    expected: dict[str, Any] = {}  # float32 masters of their shapes; None where there is none
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    for state in states.with_masters(opt_state):
+        for key, x in jax.tree_util.tree_leaves_with_path(state.master_params, is_leaf=is_masked):
+            path = leaf_paths.param_of(key)
+            expected[path] = expected.get(path) if is_masked(x) else jax.ShapeDtypeStruct(x.shape, jnp.float32)
     full = tree_paths.leaves_by_path(params)
+    _check_fits(full, expected, "reload_master_params")
 
     def new_master(path: str, master: Array) -> Array:
         return _as_master(_in_float32(full[path]), master)
@@ -77,8 +90,10 @@ def follow(
       ValueError: params that do not fit those before, named by path.
     """
     new, old = tree_paths.leaves_by_path(params), tree_paths.leaves_by_path(before)
-    if not is_followed(opt_state, new, old):
+    has_values = not new or any(_is_array(x) or isinstance(x, bool | int | float | complex) for x in new.values())
+    if not (all(map(_is_array, old.values())) and has_values and states.with_masters(opt_state)):
         return params, opt_state
+    _check_fits(new, old, "replace(params=)")
     masters = [x.master_params for x in states.with_masters(opt_state)]
     if jax.tree.structure(params) != jax.tree.structure(before):  # a FrozenDict for a dict, boxes for arrays
         params = jax.tree.unflatten(jax.tree.structure(before), [new[path] for path in old])
@@ -101,13 +116,41 @@ def follow(
     return cast, _with_masters(opt_state, new_master, foreign=params)
 
 
-def is_followed(opt_state: Any, new: dict[str, Any], old: dict[str, Any]) -> bool:
-    """Whether masters of `opt_state` follow from params to others, by path: both are arrays, not shardings."""
-    has_values = not new or any(is_array(x) or isinstance(x, bool | int | float | complex) for x in new.values())
-    return all(map(is_array, old.values())) and has_values and bool(states.with_masters(opt_state))
+def _check_fits(new: dict[str, Any], expected: dict[str, Any], caller: str) -> None:
+    """Raises a ValueError unless new params have the leaves, shapes and kinds of numbers that are expected, by path.
+
+    A float of 16 or 32 bits takes any such float, which is cast; other numbers must have the very dtype.
+    """
+    missing = [path for path in expected if path not in new]
+    extra = [path for path in new if path not in expected]
+    if missing or extra:
+        got = f"{missing[0]} is missing" if missing else f"{extra[0]} is none of theirs"
+        are_scales = missing and all(map(scale_leaves.is_scale, missing)) and not extra
+        fix = (
+            "Take those that are there: jaxmp.fp8.with_scales(params, old_params)." if are_scales else "Give the tree."
+        )
+        raise ValueError(
+            f"{caller}: new params must have the leaves of the old ones; {got}. {leaf_paths.first_paths(new)} {fix}"
+        )
+    for path, like in expected.items():
+        if like is None:
+            continue
+        x = new[path]
+        if not _is_array(x) or np.shape(x) != like.shape:
+            got = np.shape(x) if _is_array(x) else type(x).__name__
+            raise ValueError(
+                f"{caller}: new params must be arrays with the shapes of the old ones; got {got} at {path}, expected "
+                f"{like.shape}."
+            )
+        if x.dtype != like.dtype and not (like.dtype in _FLOATS and x.dtype in _FLOATS):
+            wanted = "float32" if like.dtype in _FLOATS else str(like.dtype)
+            raise ValueError(f"{caller}: a new param must be {wanted}; got {x.dtype} at {path}. Cast it by x.astype.")
 
 
-def is_array(x: Any) -> bool:
+_FLOATS = frozenset(map(np.dtype, (jnp.float16, jnp.bfloat16, jnp.float32)))
+
+
+def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 

@@ -205,6 +205,7 @@ def get_scales(params: PyTree) -> dict[str, Float[Array, "..."]]:
       >>> get_scales({"fp8_lhs_e4m3_log2_scale": jnp.float32(3.0)})
       {'fp8_lhs_e4m3_log2_scale': Array(8., dtype=float32)}
     """
+    _check_numbers(params, "get_scales", "params")
     return {
         path: scale_leaves.scale_of(x, holds_log2=scale_leaves.format_of(path)[2])[0]
         for path, x in tree_paths.leaves_by_path(params).items()
@@ -240,15 +241,64 @@ def get_amaxes(grads: PyTree) -> dict[str, Float[Array, "..."]]:
       >>> float(get_amaxes(halves)["fp8_rhs_e4m3_log2_scale"])
       3.0
     """
+    _check_numbers(grads, "get_amaxes", "grads")
     records = {path: g for path, g in tree_paths.leaves_by_path(grads).items() if scale_leaves.is_scale(path)}
     for path, g in records.items():
         if jnp.shape(g)[-1:] != (amax_records.SIZE,):
             raise ValueError(
-                f"get_amaxes reads the gradients of jaxmp.value_and_grad, with {amax_records.SIZE} numbers for each "
-                f"fp8 scale; got shape {jnp.shape(g)} at {path}, as jax.grad returns it. Differentiate by "
-                f"jaxmp.value_and_grad(loss_fn, policy=policy)(params, batch, opt_state=opt_state)."
+                f"get_amaxes reads {amax_records.SIZE} numbers for each fp8 scale; got shape {jnp.shape(g)} at {path}, "
+                f"as of jax.grad. Differentiate by jaxmp.value_and_grad(loss_fn, policy=policy)."
             )
     return {path: amax_records.read(g).amax for path, g in records.items()}
+
+
+def _check_numbers(tree: PyTree, reader: str, of: str) -> None:
+    for path, x in tree_paths.leaves_by_path(tree).items():
+        if isinstance(x, jax.ShapeDtypeStruct) and scale_leaves.is_scale(path):
+            raise TypeError(
+                f"{reader} reads numbers; got a shape (jax.ShapeDtypeStruct) at {path}. Pass {of} that were computed, "
+                f"or call jax.eval_shape(jaxmp.fp8.{reader}, {of})."
+            )
+
+
+def check_scales(recipe: Recipe, params: PyTree, state: Any = None) -> None:
+    """Raises a ValueError unless `params` are scale leaves of this recipe, and `state`, if it is given, is theirs."""
+    leaves = tree_paths.boxed_leaves(params)[0]
+    if not leaves:
+        raise ValueError(
+            'params must hold fp8 scales for delayed scaling; got none. In linen, jaxmp.autocast(model.init, "fp8"); '
+            "in nnx, jaxmp.nnx.to_fp8(model) before the optimizer, and wrt=nnx.Any(filter, jaxmp.nnx.Fp8Scale); "
+            "around optax.multi_transform, not inside. Other layers: pass recipe=jaxmp.fp8.CurrentScaling()."
+        )
+    recipes = scale_leaves.recipes_of(recipe)
+    for path, _ in leaves:
+        own = recipes[scale_leaves.pattern_for(recipes, path, "fp8 scale")]
+        backward, dtype, holds_log2 = scale_leaves.format_of(path)
+        wanted = (jnp.dtype(own.dtype(backward=backward)), own.power_of_two) if has_state(own) else None
+        if wanted != (jnp.dtype(dtype), holds_log2):
+            kind = "powers of two" if holds_log2 else "any scale"
+            raise ValueError(
+                f"the recipe must be the one of the layer; got {own!r} for {path}, which holds {kind} for "
+                f"{jnp.dtype(dtype)}. Give the layer and mixed_precision the same recipe."
+            )
+    if state is None:
+        return
+    sizes = [jnp.size(x) for x in jax.tree.leaves(params)]
+    groups = groups_of(recipe, params)
+    expected = [sum(sizes[i] for i in group.indices) for group in groups]
+    got = [jnp.size(amax_state.scale) for amax_state in state.amax_states]
+    if got != expected:
+        raise ValueError(
+            f"the state must be of this recipe and these params; got groups of {got} fp8 scales, and {expected} in the "
+            f"params. Make it with tx.init(params), or restore the one that was saved with them."
+        )
+    for group, amax_state in zip(groups, state.amax_states, strict=True):
+        length = amax_state.amax_history.shape[0]
+        if length != group.recipe.amax_history_len:
+            raise ValueError(
+                f"the amax history must have the recipe's length, {group.recipe.amax_history_len}; got {length}. Call "
+                f"opt_state = jaxmp.fp8.resize_history(opt_state, recipe) once."
+            )
 
 
 def _lost_gradients(params: PyTree, amaxes: list[Array]) -> Float[Array, ""]:

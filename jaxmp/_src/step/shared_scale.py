@@ -14,8 +14,8 @@ import optax
 from jaxtyping import PyTree
 
 from jaxmp._src.devices import collectives
-from jaxmp._src.loss_scale import dynamic, protocol
-from jaxmp._src.step import heart, state as states, state_arrays, transform
+from jaxmp._src.loss_scale import dynamic, protocol, static
+from jaxmp._src.step import heart, scale_reads, state as states, state_arrays, transform
 
 
 class SharedLossScale(NamedTuple):
@@ -56,7 +56,7 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
       >>> shared = shared_loss_scale(jaxmp.DynamicLossScale(4.0, hysteresis=1))
       >>> tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=1.0)  # its own scale is not used
       >>> a = b = jnp.ones(1, jnp.float16)
-      >>> state_a, state_b, scale_state = tx.init(a), tx.init(b), shared.init()
+      >>> state_a, state_b, scale_state = tx.init(jnp.ones(1)), tx.init(jnp.ones(1)), shared.init()
       >>> a, state_a, scale_state = shared.apply_gradients(tx, jnp.array([2.0]), state_a, a, scale_state)
       >>> b, state_b, scale_state = shared.apply_gradients(tx, jnp.array([jnp.inf]), state_b, b, scale_state)
       >>> scale_state = shared.update(scale_state)
@@ -66,7 +66,9 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
     References:
       torch.amp.GradScaler with several optimizers.
     """
-    template = template_of(loss_scale)
+    is_auto = isinstance(loss_scale, str) and loss_scale == "auto"
+    template: Any = dynamic.DynamicLossScale() if is_auto else protocol.as_loss_scale(loss_scale)
+    is_dynamic = not isinstance(template, static.StaticLossScale)
 
     def init() -> states.SharedLossScaleState:
         fresh = states.SharedLossScaleState(states.scaling_state(template), jnp.ones((), bool))
@@ -82,9 +84,11 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
     ) -> tuple[PyTree, Any, states.SharedLossScaleState]:
         if not any(state.scaling is not None for state in states.find(opt_state, states.StepState)):
             raise ValueError(
-                "each optimizer under a shared loss scale must unscale its gradients; got one without "
-                "unscale_and_skip. Wrap it: jaxmp.mixed_precision(inner, policy)."
+                "an optimizer under a shared loss scale must unscale its gradients; got one that does not. Wrap it: "
+                "jaxmp.mixed_precision(inner, policy)."
             )
+        if is_dynamic:
+            scale_reads.check_scaled(grads, scale_state.scaling.loss_scale, is_dynamic=True)
         finite = heart.all_usable(grads, scale_state.scaling.loss_scale, axis_name)
         params, opt_state = transform.apply_gradients(
             tx, grads, opt_state, params, loss_scale=scale_state.scaling.loss_scale, grads_finite=finite, **extra_args
@@ -93,12 +97,9 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
 
     def update(scale_state: states.SharedLossScaleState) -> states.SharedLossScaleState:
         scaler = states.scaler_of(template, scale_state.scaling).adjust(scale_state.all_grads_finite)
-        return states.SharedLossScaleState(states.scaling_state(scaler), jnp.ones_like(scale_state.all_grads_finite))
+        scaling = states.scaling_state(scaler)
+        if is_dynamic:
+            scale_reads.note_made(scaling.loss_scale, before=scale_state.scaling.loss_scale)
+        return states.SharedLossScaleState(scaling, jnp.ones_like(scale_state.all_grads_finite))
 
     return SharedLossScale(init, apply_gradients, update)
-
-
-def template_of(loss_scale: Any) -> Any:
-    """The loss-scale object of `loss_scale=`."""
-    is_auto = isinstance(loss_scale, str) and loss_scale == "auto"
-    return dynamic.DynamicLossScale() if is_auto else protocol.as_loss_scale(loss_scale)

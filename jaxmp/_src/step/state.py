@@ -105,7 +105,7 @@ class StepState(NamedTuple):
 
     Example:
       >>> import jax.numpy as jnp, jaxmp, optax
-      >>> state = jaxmp.mixed_precision(optax.sgd(0.1), "fp16").init({"w": jnp.ones(2, jnp.float16)})
+      >>> state = jaxmp.mixed_precision(optax.sgd(0.1), "fp16").init({"w": jnp.ones(2)})
       >>> state.master_params["w"].dtype.name, int(state.skipped_steps)
       ('float32', 0)
     """
@@ -323,36 +323,34 @@ def policy_of(opt_state: Any) -> Any:
     return next((vars(x)["policy"] for x in found if isinstance(x, StepState) and hasattr(x, "policy")), None)
 
 
-def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
-    """The scale for the next loss.
-
-    Args:
-      opt_state: state of `mixed_precision` or of a chain that holds one, or of `shared_loss_scale`.
-
-    Returns:
-      float32[]; 1.0 for an optimizer without a loss scale, and for `()`. (A test or a program that scales by hand calls
-      `get_loss_scale(())` once, so that no update warns of a scale that nobody read.)
-
-    Raises:
-      TypeError: `opt_state` is no state of an optimizer (params, a `tx`).
-      ValueError: `opt_state` holds several loss scales, as with two `mixed_precision` in one `optax.multi_transform`.
-
-    Example:
-      >>> tx = optax.sgd(0.1)
-      >>> float(get_loss_scale(tx.init(jnp.ones(2))))
-      1.0
-    """
+def loss_scale_of(opt_state: Any) -> Float[Array, ""]:
+    """`get_loss_scale`, which does not count as read."""
     if hasattr(opt_state, "get_scale"):  # a GradScaler
         return opt_state.get_scale()
     found = _scalings(opt_state)
     if len(found) > 1:
         raise ValueError(
-            f"one loss has one scale; got an opt_state with {len(found)} loss scales, one of each mixed_precision "
-            f"(without a loss scale it is 1). Put one mixed_precision around the whole optimizer "
-            f"(mixed_precision(optax.multi_transform(...))), which decides for all params, or share one scale with "
-            f"jaxmp.shared_loss_scale."
+            f"one loss has one scale; got an opt_state with {len(found)} (without a loss scale it is 1). Put one "
+            f"mixed_precision around optax.multi_transform, or share a scale: jaxmp.shared_loss_scale."
         )
     return found[0].loss_scale if found else jnp.ones((), jnp.float32)
+
+
+def check_is_state(opt_state: Any, reader: str) -> None:
+    """Raises a TypeError for what cannot be the state of an optimizer: params, a `tx`, a model, a number.
+
+    Every state holds a NamedTuple (optax's convention). `()` stands for no optimizer.
+    """
+    is_namedtuple = lambda x: isinstance(x, tuple) and hasattr(x, "_fields")  # noqa: E731
+    is_tx = isinstance(opt_state, optax.GradientTransformation)
+    is_empty = isinstance(opt_state, tuple) and not opt_state
+    leaves = () if is_tx or is_empty else jax.tree.leaves(nnx.as_pure(opt_state), is_leaf=is_namedtuple)
+    if is_tx or not (is_empty or any(map(is_namedtuple, leaves))):
+        got = "the optimizer. Pass tx.init(params)" if is_tx else f"{type(opt_state).__name__} without any"
+        raise TypeError(
+            f"{reader} reads the state of an optimizer; got {got}. Were arguments swapped (the order is opt_state, "
+            f"params), or was it restored as plain dicts?"
+        )
 
 
 def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
@@ -378,6 +376,12 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
       {'w': Array([1.001], dtype=float32)}
     """
 
+    if find(params, StepState):
+        raise ValueError(
+            "params must be a tree of arrays; got an opt_state as params. Call get_master_params(opt_state, params)."
+        )
+    check_is_state(opt_state, "get_master_params")
+
     def in_float32(param: Any, master: Any) -> Any:  # each may be boxed
         if master is None:
             return casting.cast_floats(param, jnp.float32)
@@ -392,8 +396,8 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
 def _upper_half(param: Array) -> Array:
     if param.dtype != jnp.bfloat16:
         raise ValueError(
-            f"a split master needs the bfloat16 param of the same step; got a param of {param.dtype}. Pass the params "
-            f"that apply_gradients returned with this opt_state."
+            f"a split master needs the bfloat16 param of the same step; got a param of {param.dtype}. Pass "
+            f"those that apply_gradients returned with this opt_state."
         )
     return param
 
@@ -462,6 +466,12 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
       >>> float(metrics["loss_scale"]), bool(metrics["skipped"]), float(metrics["grad_norm"])
       (1.0, False, nan)
     """
+    if hasattr(opt_state, "get_scale"):
+        raise TypeError(
+            "get_metrics must get the state of an optimizer; got a GradScaler. Use its methods: scaler.get_scale(), "
+            "scaler.found_inf(), scaler.state_dict()."
+        )
+    check_is_state(opt_state, "get_metrics")
     nan = jnp.full((), jnp.nan, jnp.float32)
     step = next(iter(find(opt_state, StepState)), None)
     scale = next(iter(_scalings(opt_state)), None)
@@ -535,8 +545,19 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
       >>> keep_if_skipped(opt_state, new={"ema": jnp.full(1, jnp.nan)}, old={"ema": jnp.ones(1)})
       {'ema': Array([1.], dtype=float32)}
     """
+    if not hasattr(opt_state, "found_inf"):  # of a GradScaler
+        check_is_state(opt_state, "keep_if_skipped(opt_state, new, old)")
+    if jax.tree.structure(new) != jax.tree.structure(old):  # a FrozenDict for a dict, boxes for arrays
+        fix = "Pass the whole tree that the step made, with an old one of the same leaves."
+        tree_paths.check_same_structure(new, old, "new", "old", fix)
+        new = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
+    if found := tree_paths.first_of_other_shape(old, new):
+        path, old_shape, new_shape = found
+        raise ValueError(
+            f"what a skipped step restores must keep its shapes; got {new_shape} in new and {old_shape} in old at "
+            f"{path}. With accumulate= aux is stacked: carry BatchNorm's statistics by carry_argnum=."
+        )
     skipped = was_skipped(opt_state)
-    new = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))  # a FrozenDict for a dict, boxes for arrays
 
     def pick(old: Any, new: Any) -> Any:  # selected, never multiplied: 0 * NaN is NaN
         new, old = jnp.asarray(new), jnp.asarray(old)

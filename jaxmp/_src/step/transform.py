@@ -18,7 +18,17 @@ from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.loss_scale import dynamic, protocol
 from jaxmp._src.numerics import casting, float_bits
-from jaxmp._src.step import heart, inner_update, masters, scales, state as states, state_arrays
+from jaxmp._src.step import (
+    argument_kinds,
+    checks,
+    heart,
+    inner_update,
+    masters,
+    scale_reads,
+    scales,
+    state as states,
+    state_arrays,
+)
 from jaxmp._src.step.optimizers import as_transformation, optimizer_of
 from jaxmp._src.step.policy import Policy, get_policy
 from jaxmp._src.step.state import StepState
@@ -92,7 +102,7 @@ def mixed_precision(
       >>> opt_state, params = tx.init(params32), policy.cast_to_param(params32)
       >>> grads = {"w": jnp.full((2, 2), 65536.0 * 0.25, jnp.float16)}  # scaled by the loss scale
       >>> params, opt_state = apply_gradients(tx, grads, opt_state, params)
-      >>> params["w"][0, 0], float(states.get_loss_scale(opt_state))
+      >>> params["w"][0, 0], float(states.loss_scale_of(opt_state))
       (Array(0.999, dtype=float16), 65536.0)
 
     References:
@@ -102,9 +112,8 @@ def mixed_precision(
     if isinstance(loss_scale, str):
         if loss_scale != "auto":
             raise ValueError(
-                f'loss_scale must be "auto", None, a number or a loss-scale object; got {loss_scale!r}. '
-                f'"auto" is dynamic for float16 params; for the rule of another system use, for instance, '
-                f'loss_scale=jaxmp.DynamicLossScale.preset("megatron").'
+                f'loss_scale must be "auto", None, a number or a loss-scale object; got {loss_scale!r}. For the rule '
+                f'of another system: jaxmp.DynamicLossScale.preset("megatron").'
             )
         loss_scale = dynamic.DynamicLossScale() if policy.uses_float16 else None
     recipe = policy.recipe if recipe is None else recipe
@@ -179,8 +188,7 @@ def unscale_and_skip(
 
     Warns:
       UnreadLossScale: at `update`, while it is traced: nobody read the loss scale, so the gradients cannot be scaled.
-      UserWarning: float16 without a loss scale; at `init`, an `inner` with float16 state and an eps that underflows in
-        float16 (see `check_optimizer`).
+      UserWarning: float16 without a loss scale.
 
     Example:
       >>> tx = unscale_and_skip(optax.sgd(1.0), 4.0)
@@ -249,7 +257,14 @@ def keep_master_params(
 
 def _transformation(rule: heart.Rule, policy: Policy | None) -> Transformation:
     """The optax transform of a rule; `policy` is only said by its state."""
-    step = functools.partial(heart.step, rule)
+    checks.check_rule(rule, policy)
+
+    def step(grads: PyTree, state: Any, params: PyTree = None, *, adds: bool = False, **extra_args: Any) -> Any:
+        scale = checks.check_step(rule, grads, state, params, extra_args, adds=adds)
+        new, after = heart.step(rule, grads, state, params, adds=adds, **extra_args)
+        if scale is not None:
+            scale_reads.note_made(after.scaling.loss_scale, before=scale)
+        return new, after
 
     def update_fn(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -263,6 +278,7 @@ def _transformation(rule: heart.Rule, policy: Policy | None) -> Transformation:
 
 def init(rule: heart.Rule, policy: Policy | None, params: PyTree) -> StepState:
     """The state before the first step."""
+    checks.check_init(rule, params)
     before_state = None if rule.before is None else rule.before.init(params)
     fp8_scales, own = None, params
     if rule.moves_scales is not None:
@@ -272,6 +288,11 @@ def init(rule: heart.Rule, policy: Policy | None, params: PyTree) -> StepState:
     if rule.policy is not None:
         held, weights = masters.made_for(rule.optimizer.inner, rule.policy, own, rule.remainder)
     optimizer_state = rule.optimizer.init(weights)
+    if rule.scaler is not None and states.has_loss_scale(optimizer_state):
+        raise ValueError(
+            "mixed_precision (or unscale_and_skip) must stand once around an optimizer; got one around another. Keep "
+            "one: jaxmp.mixed_precision(optax.chain(clip, inner), policy)."
+        )
     counts: dict[str, Any] = dict.fromkeys(states.COUNTED)
     if rule.scaler is not None:
         counts = {name: jnp.asarray(x) for name, x in states.COUNTED.items()}
@@ -314,7 +335,7 @@ def apply_gradients(
       ValueError: a transform around or behind `mixed_precision` (`optax.chain`, `multi_transform`, `MultiSteps`): it
         goes inside, or into `before=`; params have other leaves than those that `tx.init` got; a gradient of another
         shape that would be repeated to the shape of its param.
-      TypeError: arguments in another order; a misspelt extra argument.
+      TypeError: arguments in another order.
 
     Warns:
       UnreadLossScale: while a step is traced: `grads` cannot have been scaled by the loss scale in `opt_state`; with or
@@ -323,13 +344,30 @@ def apply_gradients(
     Example:
       >>> import jax.numpy as jnp
       >>> tx = mixed_precision(optax.sgd(1.0), "bf16")
-      >>> params = {"w": jnp.ones(1, jnp.bfloat16)}
-      >>> params, opt_state = apply_gradients(tx, {"w": jnp.array([0.5])}, tx.init(params), params)
+      >>> opt_state, params = tx.init({"w": jnp.ones(1)}), {"w": jnp.ones(1, jnp.bfloat16)}
+      >>> params, opt_state = apply_gradients(tx, {"w": jnp.array([0.5])}, opt_state, params)
       >>> params
       {'w': Array([0.5], dtype=bfloat16)}
     """
-    if isinstance(tx, Transformation):
+    is_ours = isinstance(tx, Transformation)
+    if not (is_ours and isinstance(opt_state, StepState)) or scale_reads.holds_gradients(params):
+        argument_kinds.check(
+            "apply_gradients(tx, grads, opt_state, params)",
+            tx=("optimizer", tx),
+            grads=("tree", grads),
+            opt_state=("state", opt_state),
+            params=("params", params),
+        )
+    if is_ours:
         return tx.step(grads, opt_state, params, **extra_args)
+    if states.find(opt_state, StepState):
+        raise ValueError(
+            f"mixed_precision must stand around the whole optimizer; got {type(opt_state).__name__} around its state. "
+            f"What comes first (a mean over devices) goes into before=, all else (clipping, MultiSteps) goes inside: "
+            f"jaxmp.mixed_precision(optax.chain(clip, inner), policy)."
+        )
+    tree_paths.check_no_broadcast(grads, params)
+    scale_reads.check_not_scaled(grads)
     tx = as_transformation(tx)
     updates, opt_state = inner_update.update(tx, grads, opt_state, params, extra_args)
     return optax.apply_updates(params, updates), opt_state
@@ -357,12 +395,16 @@ def unscale(grads: PyTree, opt_state: Any) -> PyTree:
       >>> unscale({"w": jnp.array([1024.0, 2048.0], jnp.float16)}, opt_state)
       {'w': Array([1., 2.], dtype=float32)}
     """
-    inv_scale = float_bits.reciprocal(states.get_loss_scale(getattr(opt_state, "opt_state", opt_state)))
+    states.check_is_state(opt_state, "unscale")
+    scale = states.loss_scale_of(getattr(opt_state, "opt_state", opt_state))
+    inv_scale = float_bits.reciprocal(scale)
 
     def unscaled(path: str, g: Any) -> Any:
         return g if scale_leaves.is_scale(path) else g.astype(jnp.float32) * inv_scale
 
-    return tree_paths.map_with_path(unscaled, grads)
+    found = tree_paths.map_with_path(unscaled, grads)
+    scale_reads.note_unscaled(found, scale)
+    return found
 
 
 def largest_of(dtype: Any) -> float:
@@ -375,60 +417,3 @@ def largest_of(dtype: Any) -> float:
     raise TypeError(
         f"clamp_inf must be the float dtype in which gradients overflow, such as jnp.float16, or None; got {dtype!r}"
     )
-
-
-def wrap_state(tx: optax.GradientTransformation, inner_state: Any, params: PyTree) -> Any:
-    """A state of `tx` that continues where a plain optimizer stopped: `inner_state` moved in, in float32.
-
-    For a run that was trained without jaxmp, in any dtype: 16-bit moments become float32, counts stay. Leaves are
-    matched by path, so dicts may have become FrozenDicts (or nnx States) since.
-
-    Args:
-      tx: `mixed_precision(inner, policy)`.
-      inner_state: state of `inner`, made for the same params.
-      params: the model's params; masters start from them. In float32 if you have them.
-
-    Returns:
-      `opt_state` for `tx`.
-
-    Raises:
-      ValueError: `tx` keeps no masters; a leaf is missing, left over or of another shape (named by path).
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> adam, params = optax.adam(1e-3), {"w": jnp.ones(2, jnp.bfloat16)}
-      >>> old = adam.init(params)  # bfloat16 moments
-      >>> opt_state = wrap_state(mixed_precision(adam, "bf16"), old, params)
-      >>> optax.tree.get(opt_state, "mu")["w"].dtype.name
-      'float32'
-    """
-    fresh = tx.init(params)
-    if len(states.with_masters(fresh)) != 1:
-        raise ValueError(
-            "wrap_state moves a state into one mixed_precision(inner, policy); got a tx that holds none, or several"
-        )
-    given = tree_paths.leaves_by_path(inner_state)
-
-    def take(path: str, x: Any) -> Any:
-        if path not in given:
-            raise ValueError(
-                f"the state to wrap must come from the same optimizer and params; {path} is missing from it. "
-                f"It has {', '.join(sorted(given)[:4])}, ..."
-            )
-        old = given.pop(path)
-        if jnp.shape(old) != x.shape:
-            raise ValueError(
-                f"the state to wrap must fit the params; got shape {jnp.shape(old)} at {path}, expected {x.shape}"
-            )
-        return casting.cast_float(jnp.asarray(old), x.dtype) if casting.is_float(x) else jnp.asarray(old, x.dtype)
-
-    def move_in(state: StepState) -> StepState:
-        return state._replace(optimizer_state=tree_paths.map_with_path(take, state.optimizer_state))
-
-    moved = states.map_steps(move_in, fresh)
-    if given:
-        raise ValueError(
-            f"the state to wrap must come from the same optimizer and params; got {next(iter(given))}, for which "
-            f"mixed_precision's optimizer has no place"
-        )
-    return state_arrays.own_buffers(moved, foreign=(inner_state, params))

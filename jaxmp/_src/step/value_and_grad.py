@@ -22,50 +22,35 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
+from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.autocast import rewrite
-from jaxmp._src.base import ambient, compat, signatures
-from jaxmp._src.devices import collectives
+from jaxmp._src.base import ambient, compat, signatures, tree_paths
+from jaxmp._src.base.warn import warn
+from jaxmp._src.devices import collectives, host_memory
 from jaxmp._src.distributed import gathered_params
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.fp8.gradients import Check, Fp8Gradients, warn_of_unmoved_scales
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import compiled
-from jaxmp._src.step import carried_arguments, policy_regions, state as states
+from jaxmp._src.step import (
+    argument_kinds,
+    carried_arguments,
+    compute_dtypes,
+    policy_regions,
+    scale_reads,
+    state as states,
+)
 from jaxmp._src.step.microbatches import check_accumulate, resolve_argnums, split_arguments
 from jaxmp._src.step.policy import Policy, get_policy
-
-
-class Derivative(NamedTuple):
-    """The derivative of a loss, as it was traced.
-
-    Attributes:
-      pullback, value: from `jax.vjp` of the scaled loss.
-      params: what it was differentiated with respect to.
-      policy: the one in force, or None.
-      opt_state: holds the loss scale.
-      has_fp8: whether the params hold fp8 scales.
-      fp8_matmuls: how many were noted while the loss was traced.
-    """
-
-    pullback: Any
-    value: Any
-    params: PyTree
-    policy: Policy | None
-    opt_state: Any
-    has_fp8: bool
-    fp8_matmuls: int
-
-
-Look = Callable[[Derivative], None]
 
 
 def value_and_grad(
@@ -136,50 +121,32 @@ def value_and_grad(
       >>> float(loss), grads["w"].dtype.name
       (2.0, 'float16')
     """
-    return gradients_of(
-        fun,
-        argnums,
-        has_aux,
-        policy=policy,
-        accumulate=accumulate,
-        accumulate_argnums=accumulate_argnums,
-        carry_argnum=carry_argnum,
-        axis_name=axis_name,
-    )
-
-
-def gradients_of(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    *,
-    policy: str | jmp.Policy | None,
-    accumulate: int,
-    accumulate_argnums: int | Sequence[int] | None,
-    carry_argnum: int | None,
-    look: Look | None = None,
-    **options: Any,
-) -> Callable[..., Any]:
-    """`value_and_grad`, with a look at each derivative; `options` are those of `scaled_value_and_grad`."""
+    single = isinstance(argnums, int)
+    if not single and not (isinstance(argnums, Sequence) and all(isinstance(i, int) for i in argnums)):
+        raise TypeError(
+            f"argnums must be positions; got {type(argnums).__name__}. The arguments of the loss come in a second "
+            f"call: value_and_grad(loss_fn)(params, *batch, opt_state=opt_state)."
+        )
     k = check_accumulate(accumulate)
     policy = None if policy is None else get_policy(policy)
-    single = isinstance(argnums, int)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
         diff_argnums = resolve_argnums(argnums, len(args), "argnums")
+        check_call("value_and_grad(loss_fn)(params, *batch, opt_state=...)", args, diff_argnums, opt_state)
+        check_params({i: args[i] for i in diff_argnums}, k)
         diff = tuple(args[i] for i in diff_argnums)
         carried = carried_arguments.chosen(carry_argnum, len(args), has_aux)
         batches, whole = split_arguments(args, (*diff_argnums, *carried), accumulate_argnums, k)
 
         def loss_fn(diff: Any, carry: Any, batch: Any) -> Any:
             given = dict(zip(diff_argnums, diff, strict=True)) | whole | batch | carry
-            loss, aux = loss_and_aux(fun(*(given[i] for i in range(len(args))), **kwargs), has_aux)
+            loss, aux = loss_and_aux(fun(*(given[i] for i in range(len(args))), **kwargs), has_aux, k)
             return loss, *carried_arguments.take(aux, carry)
 
         carry = {i: args[i] for i in carried}
         loss, aux, carry, grads = scaled_value_and_grad(
-            loss_fn, diff, carry, batches, opt_state, policy=policy, k=k, look=look, **options
+            loss_fn, diff, carry, batches, opt_state, policy=policy, k=k, axis_name=axis_name
         )
         aux = carried_arguments.put_back(aux, carry)
         return ((loss, aux) if has_aux else loss), (grads[0] if single else grads)
@@ -199,7 +166,6 @@ def scaled_value_and_grad(
     policy: Policy | None,
     k: int,
     axis_name: collectives.AxisName,
-    look: Look | None = None,
 ) -> tuple[Float[Array, ""], PyTree, PyTree, PyTree]:
     """The core of `value_and_grad` and of its nnx twin, which passes mutable state through the microbatches.
 
@@ -212,20 +178,20 @@ def scaled_value_and_grad(
       policy: None: the one that `opt_state` brings along, if any.
       k: number of microbatches.
       axis_name: see `value_and_grad`.
-      look: called with each derivative that is traced, before the backward pass; None: nobody looks.
 
     Returns:
       `(loss float32[], aux, carry, scaled grads)`.
     """
     policy, is_default = policy_of_loss(policy, opt_state)
     opt_state = getattr(opt_state, "opt_state", opt_state)
-    loss_scale = states.get_loss_scale(opt_state)
+    loss_scale = states.loss_scale_of(opt_state)
     axes = compat.manual_axes() if axis_name == "auto" else collectives.named_axes(axis_name)
     own_params = jax.tree.map(lambda x: compat.as_varying(x, axes), params)
     step_scale = loss_scale * np.float32(1.0 / k) if k > 1 else loss_scale
     # Each of n devices takes the mean over its own rows: its gradients are n times its part of the mean over all rows.
     gradient_scale = loss_scale * np.float32(math.prod(lax.axis_size(a) for a in axes))
     fp8 = Fp8Gradients(own_params, gradient_scale)
+    calibrates, is_warned = ambient.FP8_CALIBRATING.value, False  # a loop of microbatches is traced again
 
     with policy_regions.around_loss(policy, is_default=is_default), ambient.noting() as notes:
         widens = policy is not None and policy.reduce_dtype is not None and rewrite.casts_here()
@@ -244,14 +210,16 @@ def scaled_value_and_grad(
                 return loss * step_scale, (loss, aux, carry)
 
         def differentiated(loss: Callable[..., Any], check: Check | None) -> Callable[..., tuple[PyTree, Any]]:
-            """`jax.grad(loss, has_aux=True)`, with looks between the forward and the backward pass."""
+            """`jax.grad(loss, has_aux=True)`, with checks between the forward and the backward pass."""
 
             def grad(params: PyTree, *args: Any) -> tuple[PyTree, Any]:
+                nonlocal is_warned
                 value, pullback, aux = jax.vjp(lambda params: loss(params, *args), params, has_aux=True)
-                if look is not None:
-                    if check is not None:
-                        check(pullback, value)
-                    look(Derivative(pullback, value, own_params, policy, opt_state, fp8.is_used, notes.fp8_matmuls))
+                if check is not None:
+                    check(pullback, value)
+                if not is_warned and not calibrates:
+                    derivative = compute_dtypes.Derivative(pullback, value, own_params, fp8.is_used, notes.fp8_matmuls)
+                    is_warned = compute_dtypes.warn_of_wide(derivative, policy, opt_state)
                 one = compat.as_varying(jnp.ones_like(value), tuple(compat.varying_axes(value)))
                 return pullback(one)[0], aux
 
@@ -265,7 +233,10 @@ def scaled_value_and_grad(
         loss, aux, carry, grads = run(trained, carry, batches)
     warn_of_unmoved_scales(notes.unmoved_scales)
     gathered_params.lift(notes)
-    return loss, aux, carry, fp8.over_devices(grads, params)
+    grads = fp8.over_devices(grads, params)
+    if not calibrates:
+        scale_reads.note_scaled(grads, loss_scale)
+    return loss, aux, carry, grads
 
 
 def policy_of_loss(policy: Policy | None, opt_state: Any) -> tuple[Policy | None, bool]:
@@ -311,6 +282,69 @@ def _zeros_like_float32(x: Array) -> Array:
     return compat.as_varying(zeros, tuple(compat.varying_axes(x)))
 
 
-def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    """`(loss, aux)` from the result of the loss function; aux is None without `has_aux`."""
-    return tuple(out) if has_aux else (out, None)
+def check_call(call: str, args: Sequence[Any], argnums: Sequence[int], opt_state: Any) -> None:
+    """Raises for the arguments of a loss in a wrong order, and for a state without a loss scale.
+
+    Args:
+      call: the call as it is written, for the message.
+      args: the positional arguments of the loss.
+      argnums: the positions of those that are differentiated.
+      opt_state: a state, or what holds one.
+    """
+    # A loss may take a state of its own, where `opt_state` is given by its name.
+    looked = range(len(args)) if opt_state is None else argnums
+    given = {f"argument {i}": ("tree" if i in argnums else "not a state", args[i]) for i in looked}
+    argument_kinds.check(call, **given, opt_state=("state or holder", opt_state))
+    if not states.has_loss_scale(getattr(opt_state, "opt_state", opt_state)):
+        raise ValueError(
+            f"opt_state must hold the loss scale of the update; "
+            f"{'it was not given' if opt_state is None else 'it holds none'}. Pass opt_state=, the state of "
+            f"jaxmp.mixed_precision(...).init(params), a TrainState or an nnx.Optimizer."
+        )
+
+
+def check_params(params: dict[int, PyTree], k: int) -> None:
+    """Raises for arguments, by position, without gradients, or whose gradients `k` microbatches cannot add up."""
+    if any(isinstance(x, nnx.Module) for x in params.values()):
+        raise TypeError(
+            "params must be a pytree of arrays; got an nnx module. Use jaxmp.nnx.value_and_grad(loss_fn)(model, ...)."
+        )
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if not casting.is_float(jnp.asarray(x) if isinstance(x, int | float | complex) else x):
+            raise TypeError(
+                f"gradients need float params; got {getattr(x, 'dtype', type(x).__name__)} at argument "
+                f"{tree_paths.path_str(path)}. Pass such leaves in another argument, not in argnums."
+            )
+    if k > 1 and (path := host_memory.first_on_host(params)) is not None:
+        raise ValueError(
+            f"accumulate={k} adds gradients on the device; got params in host memory at {path}. Use "
+            f"jaxmp.offload.stream_layers(..., num_microbatches={k})."
+        )
+
+
+def loss_and_aux(out: Any, has_aux: bool, k: int) -> tuple[Any, Any]:
+    """`(loss, aux)` from the result of the loss function; aux is None without `has_aux`. Raises for other results."""
+    if has_aux and (not isinstance(out, tuple | list) or len(out) != 2):
+        got = f"{len(out)} values" if isinstance(out, tuple | list) else type(out).__name__
+        raise TypeError(f"with has_aux=True the function must return (loss, aux); got {got}")
+    loss, aux = out if has_aux else (out, None)
+    is_number = isinstance(loss, jax.Array | np.ndarray | np.generic | int | float)
+    if not is_number or jnp.ndim(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        got = f"{jnp.result_type(loss)}{list(jnp.shape(loss))}" if is_number else type(loss).__name__
+        fix = "Return (loss, (aux, stats))" if isinstance(loss, tuple) else "Reduce it with jnp.mean"
+        raise TypeError(
+            f"the loss must be a float scalar; got {got}. {fix}, and return (loss, aux) only with has_aux=True."
+        )
+    if jnp.result_type(loss) == jnp.float16:
+        warn(
+            "16-bit-loss",
+            "the loss is float16, and so is the loss scale that multiplies it backwards: a scale above 65504 overflows "
+            "in every step. Compute the loss in float32, for instance from logits.astype(jnp.float32).",
+        )
+    for path, x in jax.tree_util.tree_leaves_with_path(aux) if k > 1 else ():
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+            raise TypeError(
+                f"with accumulate= aux must be arrays or numbers; got {type(x).__name__} at "
+                f"{tree_paths.path_str(path)}. Leave it out of aux."
+            )
+    return loss, aux

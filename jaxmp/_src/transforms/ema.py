@@ -25,7 +25,6 @@ from jaxtyping import Array, Int, PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import host_memory
-from jaxmp._src.guard import state_readers
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import state as states
 from jaxmp._src.step.state import EmaParamsState
@@ -37,9 +36,9 @@ def ema_params(
     """A transform that averages the weights after each step, and does not change the updates.
 
     Put it last in the chain that `mixed_precision` wraps; there the updates are final and the params are the masters:
-    `jaxmp.mixed_precision(optax.chain(optax.adamw(1e-3), jaxmp.ema_params(0.999)), policy)`. Behind it,
-    `value_and_grad` and `apply_gradients` accept only transforms that return the updates they get, such as
-    `jaxmp.count_zeros`.
+    `jaxmp.mixed_precision(optax.chain(optax.adamw(1e-3), jaxmp.ema_params(0.999)), policy)`. In front of a transform
+    that changes updates it would average other weights. (`optax.incremental_update` on 16-bit params moves nothing: a
+    step is below half a unit in their last place.)
 
     Args:
       decay: d, with 0 <= d < 1 (0: the newest weights only); or a function from the count of steps (int32[]) to d, such
@@ -115,8 +114,8 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
     Example:
       >>> import jaxmp
       >>> tx = jaxmp.mixed_precision(optax.chain(optax.sgd(1.0), ema_params(0.5)), "bf16")
-      >>> params = {"w": jnp.array([1.0], jnp.bfloat16)}
-      >>> params, opt_state = jaxmp.apply_gradients(tx, {"w": jnp.array([0.25])}, tx.init(params), params)
+      >>> opt_state, params = tx.init({"w": jnp.array([1.0])}), {"w": jnp.array([1.0], jnp.bfloat16)}
+      >>> params, opt_state = jaxmp.apply_gradients(tx, {"w": jnp.array([0.25])}, opt_state, params)
       >>> get_ema_params(opt_state, params)
       {'w': Array([0.75], dtype=float32)}
     """
@@ -136,7 +135,7 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
             e, w = host_memory.to_device((e, w))
         return jnp.where(weight > 0, e / weight, w)
 
-    units, treedef = jax.tree.flatten(state_readers.get_master_params(opt_state, params), is_leaf=tree_paths.is_box)
+    units, treedef = jax.tree.flatten(states.get_master_params(opt_state, params), is_leaf=tree_paths.is_box)
     averages = treedef.flatten_up_to(found.ema_params)
     return treedef.unflatten([read(p, e) for p, e in zip(units, averages, strict=True)])
 

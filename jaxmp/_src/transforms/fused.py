@@ -76,8 +76,8 @@ def fused_adamw(
     Example:
       >>> import jaxmp
       >>> tx = jaxmp.mixed_precision(fused_adamw(1e-3, max_norm=1.0), "bf16")
-      >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
-      >>> params, opt_state = jaxmp.apply_gradients(tx, {"w": jnp.ones(2, jnp.bfloat16)}, tx.init(params), params)
+      >>> opt_state, params = tx.init({"w": jnp.ones(2)}), {"w": jnp.ones(2, jnp.bfloat16)}
+      >>> params, opt_state = jaxmp.apply_gradients(tx, {"w": jnp.ones(2, jnp.bfloat16)}, opt_state, params)
       >>> float(optax.tree.get(opt_state, "grad_norm"))
       1.4142135381698608
 
@@ -122,8 +122,8 @@ def fused_lion(
     Example:
       >>> import jaxmp
       >>> tx = jaxmp.mixed_precision(fused_lion(0.5, weight_decay=0.0), "bf16")
-      >>> params = jnp.ones(2, jnp.bfloat16)
-      >>> jaxmp.apply_gradients(tx, jnp.array([3.0, -3.0], jnp.bfloat16), tx.init(params), params)[0]
+      >>> opt_state, params = tx.init(jnp.ones(2)), jnp.ones(2, jnp.bfloat16)
+      >>> jaxmp.apply_gradients(tx, jnp.array([3.0, -3.0], jnp.bfloat16), opt_state, params)[0]
       Array([0.5, 1.5], dtype=bfloat16)
 
     References:
@@ -156,8 +156,8 @@ def fused_sgd(
     Example:
       >>> import jaxmp
       >>> tx = jaxmp.mixed_precision(fused_sgd(0.5), "bf16")
-      >>> params = jnp.ones(2, jnp.bfloat16)
-      >>> jaxmp.apply_gradients(tx, jnp.array([1.0, -1.0], jnp.bfloat16), tx.init(params), params)[0]
+      >>> opt_state, params = tx.init(jnp.ones(2)), jnp.ones(2, jnp.bfloat16)
+      >>> jaxmp.apply_gradients(tx, jnp.array([1.0, -1.0], jnp.bfloat16), opt_state, params)[0]
       Array([0.5, 1.5], dtype=bfloat16)
     """
     if momentum is None:

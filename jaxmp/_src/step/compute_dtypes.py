@@ -11,12 +11,12 @@ is traced once more: it also shows the matmuls in derivative rules.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from jaxmp._src.autocast import cast_lists, regions
 from jaxmp._src.base import compat
@@ -24,7 +24,6 @@ from jaxmp._src.base.warn import warn
 from jaxmp._src.programs import jaxprs
 from jaxmp._src.step import state as states
 from jaxmp._src.step.policy import Policy
-from jaxmp._src.step.value_and_grad import Derivative
 
 _MATMULS = jaxprs.MATMULS | jaxprs.RAGGED_MATMULS
 _HIDDEN = frozenset({"custom_lin", "ffi_call", "custom_call", "pallas_call", "tpu_custom_call"})
@@ -46,20 +45,25 @@ class Found(NamedTuple):
     only_short: bool
 
 
-def looks_once() -> Callable[[Derivative], None]:
-    """What looks at the derivatives of one call of `value_and_grad`, and warns once: a loop may trace a loss again."""
-    warned = False
+class Derivative(NamedTuple):
+    """The derivative of a loss, as it was traced.
 
-    def look(derivative: Derivative) -> None:
-        nonlocal warned
-        warned = warned or check(derivative)
+    Attributes:
+      pullback, value: from `jax.vjp` of the scaled loss.
+      params: what it was differentiated with respect to.
+      has_fp8: whether the params hold fp8 scales.
+      fp8_matmuls: how many were noted while the loss was traced.
+    """
 
-    return look
+    pullback: Any
+    value: Any
+    params: PyTree
+    has_fp8: bool
+    fp8_matmuls: int
 
 
-def check(derivative: Derivative) -> bool:
+def warn_of_wide(derivative: Derivative, policy: Policy | None, opt_state: Any) -> bool:
     """Warns of a loss that does not compute as its params or its policy say. Returns whether it did."""
-    policy, opt_state = derivative.policy, derivative.opt_state
     lists = regions.current()
     is_off = lists is not None and lists.dtype is None  # float32 is what the user wants
     # What has fp8 scales warns of them itself.
@@ -82,15 +86,23 @@ def check(derivative: Derivative) -> bool:
     if may_be_low and not any(d.itemsize < 4 for d in found.matmuls):
         exact = exact or _look_into_backward(derivative)
         if exact.matmuls and not any(d.itemsize < 4 for d in exact.matmuls | exact.hidden):
-            warn("nothing-in-16-bits", _no_low(sorted(d.name for d in param_dtypes), policy))
+            said = (
+                f"the policy says {policy.compute_dtype.name}"
+                if policy is not None
+                else (
+                    f"the params are {' and '.join(sorted(d.name for d in param_dtypes))}"
+                    if param_dtypes
+                    else "the policy of the optimizer computes in 16 bits (or a shared loss scale is for them)"
+                )
+            )
+            warn("nothing-in-16-bits", f"{said}, but {_NO_LOW if policy is None else _NO_LOW_POLICY}")
             return True
     if looks_for_float16 and _F16 in found.matmuls | found.hidden:
         name = "" if policy is None else f" (the policy is {policy})"
         warn(
             "float16-without-loss-scale",
-            f"matmuls run in float16, and there is no loss scale{name}: gradients below 6e-8 become zero. Let the "
-            f'modules compute in bfloat16; or give the optimizer a loss scale: jaxmp.mixed_precision(tx, "fp16"), or '
-            f"loss_scale=jaxmp.DynamicLossScale() beside another policy.",
+            f"matmuls run in float16, and there is no loss scale{name}: gradients below 6e-8 become zero. Use "
+            f'bfloat16, or give the optimizer a loss scale: jaxmp.mixed_precision(tx, "fp16").',
         )
         return True
     return False
@@ -107,38 +119,18 @@ _LOW = (_F16, np.dtype(jnp.bfloat16))
 
 _NO_FP8 = (
     "the policy says fp8, but no matmul of the loss runs in fp8. In linen, initialize the model in "
-    '`with jaxmp.autocast("fp8"):`, which gives the Dense, DenseGeneral and Einsum layers between the first and the '
-    "last their scales (others by the filter= of jaxmp.fp8.autocast); in nnx, call jaxmp.nnx.to_fp8(model) before you "
-    'make the optimizer; elsewhere take a recipe without state, jaxmp.autocast(loss_fn, "fp8", '
-    'recipe=jaxmp.fp8.CurrentScaling()), or call jaxmp.fp8.dot_general. Or use the policy "bf16".'
+    '`with jaxmp.autocast("fp8"):`; in nnx, call jaxmp.nnx.to_fp8(model) before you make the optimizer; elsewhere take '
+    'a recipe without state: jaxmp.autocast(loss_fn, "fp8", recipe=jaxmp.fp8.CurrentScaling()).'
 )
-
-
-def _no_low(param_dtypes: list[str], policy: Policy | None) -> str:
-    nothing = "no matmul or convolution of the loss runs in 16 bits or fp8"
-    if policy is not None:
-        return (
-            f"the policy says {policy.compute_dtype.name}, but {nothing}. Layers that keep_fp32 names stay float32. "
-            f"So do operations in `with jaxmp.autocast(enabled=False)` and in jaxmp.no_autocast, and products with "
-            f"precision=HIGHEST or an algorithm. Take these away, or use a policy that computes in float32."
-        )
-    if not param_dtypes:
-        return (
-            f"the policy of the optimizer computes in 16 bits (or a shared loss scale is for them), but {nothing}, as "
-            f"the loss was not told. {_SAY_WHICH}. "
-            f'If you want float32, say so: policy="fp32" in value_and_grad, or in mixed_precision.'
-        )
-    return (
-        f"the params are {' and '.join(param_dtypes)}, but {nothing}: jax computes a float32 input with a 16-bit param "
-        f'in float32. {_SAY_WHICH}. If you want float32, say so: policy="params=bfloat16,compute=float32,'
-        f'output=float32".'
-    )
-
-
-_SAY_WHICH = (
-    "Say in which precision the loss runs: jaxmp.value_and_grad(loss_fn, policy=...), with the policy of the "
-    "optimizer; or opt_state=state, a jaxmp.linen.TrainState, or opt_state=optimizer, a jaxmp.nnx.Optimizer, that was "
-    "created with policy=; or give the layers dtype="
+_NOTHING = "no matmul or convolution of the loss runs in 16 bits or fp8"
+_NO_LOW = (
+    f"{_NOTHING}: jax computes a float32 input with a 16-bit param in float32. Say in which precision the loss runs: "
+    f"jaxmp.value_and_grad(loss_fn, policy=...), opt_state=state or opt_state=optimizer that carries a policy, or "
+    f'dtype= of the layers. If you want float32, say so: policy="fp32".'
+)
+_NO_LOW_POLICY = (
+    f"{_NOTHING}. Layers of keep_fp32, jaxmp.no_autocast, `with jaxmp.autocast(enabled=False)` and precision=HIGHEST "
+    f"stay in float32. Take these away, or use a policy that computes in float32."
 )
 
 

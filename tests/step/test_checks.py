@@ -1,4 +1,4 @@
-"""Guards decide no number: without them every program is the same, to the letter."""
+"""Checks decide no number: without them every program is the same, to the letter."""
 
 import re
 
@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxmp
-from jaxmp._src.step import shared_scale, transform, value_and_grad
+from jaxmp._src.step import argument_kinds, checks, compute_dtypes, microbatches, scale_reads, state, value_and_grad
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 PARAMS = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}, "norm": {"scale": jnp.ones(2)}}
@@ -36,44 +36,78 @@ def loss_fn(params, x):
     return jnp.mean((h.astype(jnp.float32) * params["norm"]["scale"].astype(jnp.float32)[None]) ** 2)
 
 
-def program(policy, inner, options, *, guarded):
-    """The text of the jaxpr of two steps, without equations that nothing reads: jax's caches may leave them out."""
-    lib, gradients = (jaxmp, jaxmp.value_and_grad) if guarded else (transform, value_and_grad.value_and_grad)
-    tx = lib.mixed_precision(inner, policy, skip_if=lambda grads, metrics: metrics["loss_scale"] < 0.5)
+CHECKS = {
+    argument_kinds: ("check",),
+    checks: ("check_rule", "check_init", "check_step"),
+    compute_dtypes: ("warn_of_wide",),
+    microbatches: ("check_batch",),
+    scale_reads: ("note_read", "note_scaled", "note_made", "check_scaled", "check_not_scaled", "check_not_changed"),
+    state: ("check_is_state",),
+    value_and_grad: ("check_call", "check_params"),
+}
+
+
+@pytest.fixture
+def turn_off(monkeypatch):
+    """Takes all checks out."""
+
+    def replace():
+        for module, names in CHECKS.items():
+            for name in names:
+                assert callable(getattr(module, name))
+                monkeypatch.setattr(module, name, lambda *args, **kwargs: None)
+
+    return replace
+
+
+def text_of(function, *args):
+    """The text of a jaxpr, without equations that nothing reads: jax's caches may leave them out."""
+    return re.sub(r"0x[0-9a-f]+|\n +_:\S+ = .*", "", str(jax.make_jaxpr(function)(*args)))
+
+
+def program(policy, inner, options):
+    """Two steps: one by `apply_gradients`, one by `update`."""
+    tx = jaxmp.mixed_precision(inner, policy, skip_if=lambda grads, metrics: metrics["loss_scale"] < 0.5)
 
     def steps(params, state):
         for adds in (False, True):
-            loss, grads = gradients(loss_fn, policy=policy, **options)(params, X, opt_state=state)
+            gradients = jaxmp.value_and_grad(loss_fn, policy=policy, **options)
+            loss, grads = gradients(params, X, opt_state=state)
             if adds:
                 updates, state = tx.update(grads, state, params)
                 params = optax.apply_updates(params, updates)
             else:
-                params, state = lib.apply_gradients(tx, grads, state, params)
+                params, state = jaxmp.apply_gradients(tx, grads, state, params)
         return params, state, loss
 
-    text = str(jax.make_jaxpr(steps)(policy.cast_to_param(PARAMS), tx.init(PARAMS)))
-    return re.sub(r"0x[0-9a-f]+|\n +_:\S+ = .*", "", text)
+    return text_of(steps, policy.cast_to_param(PARAMS), tx.init(PARAMS))
 
 
 @pytest.mark.thorough(4)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("inner", OPTIMIZERS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_step_has_the_same_program_without_guards(policy, inner, options):
+def test_a_step_has_the_same_program_without_checks(policy, inner, options, turn_off):
     policy, inner = POLICIES[policy], OPTIMIZERS[inner]()
-    assert program(policy, inner, options, guarded=True) == program(policy, inner, options, guarded=False)
+    checked = program(policy, inner, options)
+    turn_off()
+    assert program(policy, inner, options) == checked
 
 
-def test_a_shared_scale_has_the_same_program_without_guards():
+def test_a_shared_scale_has_the_same_program_without_checks(turn_off):
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16", loss_scale=1.0)
     params = jaxmp.get_policy("fp16").cast_to_param(PARAMS)
 
-    def text(shared):
+    def text():
+        shared = jaxmp.shared_loss_scale()
+
         def step(params, state, scale_state):
             _, grads = jaxmp.value_and_grad(loss_fn, policy="fp16")(params, X, opt_state=scale_state)
             params, state, scale_state = shared.apply_gradients(tx, grads, state, params, scale_state)
             return params, state, shared.update(scale_state)
 
-        return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(step)(params, tx.init(PARAMS), shared.init())))
+        return text_of(step, params, tx.init(PARAMS), shared.init())
 
-    assert text(jaxmp.shared_loss_scale()) == text(shared_scale.shared_loss_scale())
+    checked = text()
+    turn_off()
+    assert text() == checked

@@ -1,33 +1,26 @@
 """Warns of gradients that no loss scale can have multiplied, and of scaled gradients that nobody unscales.
 
 An update divides by the scale in its state. Code that scales a loss reads this scale first, by `value_and_grad`, a
-`GradScaler` or `get_loss_scale`. So jaxmp finds five mistakes without any computation:
+`GradScaler` or `get_loss_scale`. So five mistakes are found without any computation:
 
 - an update with a dynamic scale, or of a state that carries its policy, is traced, and nothing has read the scale of
   this state: `jax.value_and_grad` was kept;
-- an update gets gradients as `value_and_grad` returned them, and divides them by another scale than it multiplied by:
-  that of an `opt_state` that is older, newer, or closed over;
+- an update divides gradients, as `value_and_grad` returned them, by another scale than it multiplied by: that of an
+  `opt_state` that is older, newer, or closed over;
 - in one trace, an update divides by the scale that an earlier update made, and nothing read that one: the same
   gradients were applied twice, or those of an older `opt_state`;
-- an optimizer without a loss scale gets gradients as `value_and_grad` returned them with a scale;
+- an optimizer without a loss scale gets gradients that were scaled;
 - in one trace, gradients are clipped or normalized between `value_and_grad` and the update, where they are multiplied
   by the scale (`programs.homogeneity`).
 
-jaxmp finds the second and the fourth mistake only if the update gets the same array objects that were returned.
-Gradients that were averaged, cast or clipped in between, or that left a jitted function, are other arrays of unknown
-origin. (A trace does not show that two scales are equal, so a copy of a state counts as another state.)
-
-For the first mistake, gradients may come from a program of their own: a jitted function inside the step, or before it.
-There the scale has another name. So a scale that was read, and that no update divided by, speaks for all updates of
-as many params of the same ranks; and gradients that are an input of the traced step are not asked about.
-
-If your own code (another framework, a test) scales the loss and reads the scale in another way, call
-`jaxmp.get_loss_scale(())` once, or ignore the category `jaxmp.UnreadLossScale`.
+The second and the fourth are found only where the update gets the very arrays that were returned: gradients that were
+averaged, cast or clipped, or that left a jitted function, are others. For the first mistake, gradients may come from a
+program of their own, where the scale has another name. So a scale that was read, and that no update divided by, speaks
+for all updates of as many params of the same ranks; and gradients that are an input of the trace are not asked about.
 """
 
 import collections
 import dataclasses
-import functools
 import weakref
 from typing import Any
 
@@ -38,9 +31,8 @@ from jaxtyping import Array, Float, PyTree
 from jaxmp._src.base import compat
 from jaxmp._src.base.by_identity import ByIdentity
 from jaxmp._src.base.warn import warn
-from jaxmp._src.guard import state_readers
 from jaxmp._src.programs import homogeneity, jaxprs
-from jaxmp._src.step import state as states, transform
+from jaxmp._src.step import state as states
 
 Ranks = tuple[int, ...]  # of the leaves of gradients: inside shard_map their shapes are those of parts
 
@@ -80,14 +72,31 @@ class Reads:
 MEMORY = Reads()  # of this process
 
 
-# --- what is noted ----------------------------------------------------------------------------------------------------
+# What is noted
 
 
-@functools.wraps(states.get_loss_scale)
 def get_loss_scale(opt_state: Any) -> Float[Array, ""]:
+    """The scale for the next loss.
+
+    Args:
+      opt_state: state of `mixed_precision` or of a chain that holds one, or of `shared_loss_scale`.
+
+    Returns:
+      float32[]; 1.0 for an optimizer without a loss scale, and for `()`. (A test or a program that scales by hand calls
+      `get_loss_scale(())` once, so that no update warns of a scale that nobody read.)
+
+    Raises:
+      TypeError: `opt_state` is no state of an optimizer (params, a `tx`).
+      ValueError: `opt_state` holds several loss scales, as with two `mixed_precision` in one `optax.multi_transform`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> float(get_loss_scale(optax.sgd(0.1).init(jnp.ones(2))))
+      1.0
+    """
     if not hasattr(opt_state, "get_scale"):  # a GradScaler
-        state_readers.check_is_state(opt_state, "get_loss_scale")
-    scale = states.get_loss_scale(opt_state)
+        states.check_is_state(opt_state, "get_loss_scale")
+    scale = states.loss_scale_of(opt_state)
     if isinstance(opt_state, tuple) and not opt_state:
         MEMORY.anywhere = True
     else:
@@ -109,29 +118,20 @@ def note_read(scale: Array, grads: PyTree = None) -> None:
     MEMORY.alone[ranks] += counts
 
 
-@functools.wraps(transform.unscale)
-def unscale(grads: PyTree, opt_state: Any) -> PyTree:
-    state_readers.check_is_state(opt_state, "unscale")
-    found = transform.unscale(grads, opt_state)
-    note_unscaled(found, _scale_in(opt_state))
-    return found
-
-
-def note_made(scale: Array, *, before: Array) -> None:
-    """Notes that an update made `scale` from the scale `before`."""
-    if isinstance(scale, Tracer) and scale is not before:
-        MEMORY.made.set(scale, True)
-
-
-def note_scaled(grads: PyTree, opt_state: Any) -> None:
-    """Notes that `value_and_grad` read the scale of `opt_state`, or of what holds it, and multiplied `grads` by it."""
-    scale = _scale_in(opt_state)
+def note_scaled(grads: PyTree, scale: Array) -> None:
+    """Notes that `value_and_grad` read `scale` and multiplied `grads` by it."""
     note_read(scale, grads)
     if isinstance(scale, jax.Array):
         noted = weakref.ref(scale), compat.trace_state()
         for g in jax.tree.leaves(grads):
             if isinstance(g, jax.Array):
                 MEMORY.scaled.set(g, noted)
+
+
+def note_made(scale: Array, *, before: Array) -> None:
+    """Notes that an update made `scale` from the scale `before`."""
+    if isinstance(scale, Tracer) and scale is not before:
+        MEMORY.made.set(scale, True)
 
 
 def note_unscaled(grads: PyTree, scale: Array) -> None:
@@ -141,25 +141,11 @@ def note_unscaled(grads: PyTree, scale: Array) -> None:
         MEMORY.unscaled.set(leaves[0], weakref.ref(scale))
 
 
-def _scale_in(opt_state: Any) -> Array:
-    return states.get_loss_scale(getattr(opt_state, "opt_state", opt_state))
-
-
 def _ranks(tree: PyTree) -> Ranks:
     return tuple(x.ndim for x in jax.tree.leaves(tree) if hasattr(x, "ndim"))
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------------
-
-
-def check_not_unscaled(grads: PyTree, scale: Array) -> None:
-    """Raises a ValueError if a `GradScaler` with this very scale has unscaled these very gradients before."""
-    by = MEMORY.unscaled.get(next(iter(jax.tree.leaves(grads)), None))
-    if by is not None and by() is scale:
-        raise ValueError(
-            "gradients are unscaled once; got those that unscale returned, and a scaler from before. Use the scaler "
-            "that it returned with them: grads, scaler = scaler.unscale(grads)."
-        )
+# What is asked
 
 
 def holds_gradients(tree: PyTree) -> bool:
@@ -173,59 +159,65 @@ def _scale_of(gradient: Any) -> Array | None:
     return scale() if scale is not None and trace == compat.trace_state() else None
 
 
-def _warn(message: str) -> None:
-    warn("unread-loss-scale", message, UnreadLossScale)
+def check_not_unscaled(grads: PyTree, scale: Array) -> None:
+    """Raises a ValueError if a `GradScaler` with this very scale has unscaled these very gradients before."""
+    by = MEMORY.unscaled.get(next(iter(jax.tree.leaves(grads)), None))
+    if by is not None and by() is scale:
+        raise ValueError(
+            "gradients must be unscaled once; got those that unscale returned, and the scaler from before. Use the one "
+            "that it returned: grads, scaler = scaler.unscale(grads)."
+        )
 
 
 def check_not_scaled(grads: PyTree) -> None:
     """Warns if `grads`, of an optimizer that unscales nothing, were scaled."""
     scale = _scale_of(next(iter(jax.tree.leaves(grads)), None))
-    if scale is None or (not isinstance(scale, Tracer) and float(scale) == 1.0):
-        return
-    _warn(
-        "gradients that are multiplied by a loss scale must be divided by it; got gradients that jaxmp.value_and_grad "
-        "scaled by the loss scale of an opt_state, and an optimizer that has none: the step is thousands of times too "
-        "large. Wrap this optimizer, tx = jaxmp.mixed_precision(tx, policy), or pass its own opt_state to "
-        "value_and_grad.",
-    )
+    if scale is not None and (isinstance(scale, Tracer) or float(scale) != 1.0):
+        _warn(
+            "scaled gradients must be unscaled; got those that jaxmp.value_and_grad scaled by the loss scale of an "
+            "opt_state, and an optimizer that has none: the step is thousands of times too large. Wrap the optimizer, "
+            "jaxmp.mixed_precision(tx, policy), or pass its own opt_state to value_and_grad."
+        )
 
 
-def check(grads: PyTree, scale: Array, *, is_dynamic: bool = True) -> None:
-    """Warns if `grads` of an update that divides by `scale`, a dynamic one, cannot have been scaled by it.
+def check_scaled(grads: PyTree, scale: Array, *, is_dynamic: bool) -> None:
+    """Warns if `grads` of an update that divides by `scale` cannot have been scaled by it, if it is a dynamic one.
 
     The scale then is used: it speaks for no other update.
     """
     first = next(iter(jax.tree.leaves(grads)), None)
     scaled_by, unscaled_by = _scale_of(first), MEMORY.unscaled.get(first)
+    message = ""
     if not is_dynamic:
         pass
     elif unscaled_by is not None and unscaled_by() is scale:
-        _warn(
-            "gradients are unscaled once, by the update; got those that jaxmp.unscale returned, which are to look at: "
-            "the step is thousands of times too small. Pass the gradients that value_and_grad returned.",
+        message = (
+            "gradients are unscaled once, by the update; got those of jaxmp.unscale: the step is thousands of times "
+            "too small. Pass the gradients that value_and_grad returned."
         )
     elif scaled_by is not None and scaled_by is not scale:
-        _warn(
-            "gradients must be unscaled by the scale that scaled them; got gradients that jaxmp.value_and_grad scaled "
-            "by the loss scale of one opt_state, and an update by that of another: an older or newer one, or one that "
-            "the step closes over. Pass the same opt_state to value_and_grad and to the update. (A copy of it is "
-            "another one: pass the copy to both.)",
+        message = (
+            "gradients must be unscaled by the scale that scaled them; got two: that of the opt_state of "
+            "value_and_grad, and that of the opt_state of the update, an older or newer one, or one that is closed "
+            "over. Pass the same opt_state to both."
         )
     elif not isinstance(scale, Tracer):
         pass
     elif MEMORY.made.get(scale) and MEMORY.read.get(scale) is None and compat.trace_state() in MEMORY.traces:
-        _warn(
+        message = (
             "gradients must be unscaled by the scale that scaled them; got an update by the scale that an earlier "
-            "update in this trace made, and no loss was scaled by it: the same gradients twice, or those of an older "
-            "opt_state. Compute them by jaxmp.value_and_grad with the opt_state that this update gets.",
+            "update in this trace made, and no loss was scaled by it. Compute new gradients by jaxmp.value_and_grad "
+            "with the opt_state that this update gets."
         )
     elif not _may_be_of(grads, scale):
-        _warn(
-            "a loss scale that nobody read cannot have multiplied the gradients, and the update divides them by it: "
-            "they come out thousands of times too small. Use jaxmp.value_and_grad(loss_fn)(params, ..., "
-            "opt_state=opt_state) in place of jax.value_and_grad. (If the gradients were scaled elsewhere, call "
-            "jaxmp.get_loss_scale(()) once, or ignore the category jaxmp.UnreadLossScale.)",
+        message = (
+            "a loss scale that nobody read cannot have multiplied the gradients, and the update divides by it: they "
+            "come out thousands of times too small. Use jaxmp.value_and_grad(loss_fn)(params, ..., "
+            "opt_state=opt_state) in place of jax.value_and_grad. (If they were scaled elsewhere, call "
+            "jaxmp.get_loss_scale(()) once, or ignore jaxmp.UnreadLossScale.)"
         )
+    if message:
+        _warn(message)
     if (read_for := MEMORY.read.get(scale)) is not None:
         MEMORY.alone.subtract(read_for)
         read_for.clear()
@@ -239,35 +231,30 @@ def check_not_changed(grads: PyTree) -> None:
         return
     known = lambda g: None if MEMORY.scaled.get(g) is None else 1.0  # noqa: E731
     found, cause = homogeneity.degrees_while_traced(changed, known, most=1000 + 20 * len(changed))
-    if all(degree in (1.0, homogeneity.EVERY, homogeneity.UNKNOWN) for degree in found):
-        return
-    by = "" if cause is None else f", by {cause.primitive.name}{jaxprs.place_of(cause)}"
-    _warn(
-        f"gradients that are multiplied by a loss scale must not be clipped or normalized: what comes out depends on "
-        f"the scale; got gradients that were changed between value_and_grad and the update{by}. Put the clip into the "
-        f"optimizer, which gets unscaled gradients: jaxmp.mixed_precision(optax.chain(clip, inner), policy). To look "
-        f"at norms: optax.tree.norm(jaxmp.unscale(grads, opt_state)).",
-    )
+    if not all(degree in (1.0, homogeneity.EVERY, homogeneity.UNKNOWN) for degree in found):
+        by = "" if cause is None else f" by {cause.primitive.name}{jaxprs.place_of(cause)}"
+        _warn(
+            f"scaled gradients must not be clipped or normalized, as the result depends on the scale; got gradients "
+            f"that were changed{by} between value_and_grad and the update. Put the clip inside, "
+            f"jaxmp.mixed_precision(optax.chain(clip, inner), policy); look at norms of jaxmp.unscale(grads, "
+            f"opt_state)."
+        )
 
 
 def check_policy_was_taken(opt_state: Any, grads: PyTree, policy: Any) -> None:
     """Warns if the loss of `grads` cannot have run in the policy that a TrainState or nnx.Optimizer carries.
 
-    `check` tells it of a dynamic loss scale in a trace.
+    `check_scaled` tells it of a dynamic loss scale in a trace.
     """
     found = states.find(opt_state, states.StepState)
     scale = found[0].scaling.loss_scale if found and found[0].scaling is not None else None
-    is_told_by_check = policy.uses_float16 and isinstance(scale, Tracer)
+    is_told = policy.uses_float16 and isinstance(scale, Tracer)
     computes_wide = not policy.computes_in_16_bits and policy.recipe is None
-    if scale is None or is_told_by_check or computes_wide:
-        return
-    if not _may_be_of(grads, scale):
+    if scale is not None and not is_told and not computes_wide and not _may_be_of(grads, scale):
         _warn(
-            f"this state carries the policy {policy}, and no loss took it from there, so its gradients were computed "
-            f"in the dtypes of the model alone. Use jaxmp.value_and_grad(loss_fn)(params, ..., opt_state=state), or "
-            f"jaxmp.nnx.value_and_grad(loss_fn)(model, ..., opt_state=optimizer), in place of jax's or flax's. (If the "
-            f"model computes in 16 bits by itself, create the state without policy=, or ignore the category "
-            f"jaxmp.UnreadLossScale.)",
+            f"this state carries the policy {policy}, and no loss took it from there. Use jaxmp.value_and_grad(loss_fn)"
+            f"(params, ..., opt_state=state), or jaxmp.nnx.value_and_grad(loss_fn)(model, ..., opt_state=optimizer). "
+            f"(If the model computes in 16 bits by itself, create the state without policy=.)"
         )
 
 
@@ -277,3 +264,7 @@ def _may_be_of(grads: PyTree, scale: Array) -> bool:
     comes_in = isinstance(first, Tracer) and compat.is_input(first)
     is_read = MEMORY.read.get(scale) is not None
     return is_read or comes_in or MEMORY.anywhere or any(MEMORY.alone[ranks] > 0 for ranks in (_ranks(grads), None))
+
+
+def _warn(message: str) -> None:
+    warn("unread-loss-scale", message, UnreadLossScale)

@@ -12,13 +12,13 @@ import pytest
 from flax import nnx
 
 import jaxmp
-from jaxmp._src.guard import scale_reads
+from jaxmp._src.step import scale_reads
 
 X = np.ones((4, 2), np.float32)
 POLICY = jaxmp.get_policy("fp16")
 PARAMS = {"w": jnp.ones((2, 3), jnp.float16)}
-NOBODY, TWICE = "nobody read cannot have multiplied", "the same gradients twice"
-ANOTHER = "scaled by the loss scale of one opt_state, and an update by that of another"
+NOBODY, TWICE = "nobody read cannot have multiplied", "by the scale that an earlier update in this trace made"
+ANOTHER = "got two: that of the opt_state of value_and_grad, and that of the opt_state of the update"
 
 
 @contextlib.contextmanager
@@ -26,6 +26,7 @@ def fresh_process():
     """As if nothing had read a scale; warnings are errors."""
     with mock.patch.object(scale_reads, "MEMORY", scale_reads.Reads()), warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "masters should start from float32 params")
         yield
 
 

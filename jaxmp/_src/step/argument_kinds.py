@@ -12,8 +12,7 @@ import jmp
 import numpy as np
 import optax
 
-from jaxmp._src.guard import scale_reads
-from jaxmp._src.step import state as states
+from jaxmp._src.step import scale_reads, state as states
 
 _KINDS = {
     "optimizer": "an optimizer",

@@ -87,8 +87,8 @@ def test_what_needs_whole_leaves_is_refused(name, check_vma):
     make, primitive = WRONG[name]
     tx = jaxmp.mixed_precision(make(), "bf16", remainder_bits=16 if name == "split masters" else None)
     cause = primitive if " " in primitive else f"a {primitive}.* over a part"
-    told = rf"cut over 'fsdp', so it must be elementwise, or reduce over 'fsdp'; got {cause}.* \(.*"
-    with pytest.raises(ValueError, match=told + r"is made from it. Use a transform that takes the axis"):
+    told = rf"cut over 'fsdp' must be elementwise, or reduce over 'fsdp'; got {cause}.* \(.*"
+    with pytest.raises(ValueError, match=told + r"is made from it. Use jaxmp.clip_by_global_norm"):
         trace(tx, "bf16", check_vma)
 
 
@@ -144,7 +144,8 @@ def test_a_mean_is_right_along_the_axis_that_is_whole_and_wrong_along_the_one_th
 def test_state_of_whole_rows_and_columns_does_not_fit_parts(inner):
     """The update itself would raise an error of broadcasting."""
     with pytest.raises(
-        ValueError, match=r"gets this device's part .*; got .*/w.*of shape \(\d+,.*\) in .* a part of shape \(32, 64\)"
+        ValueError,
+        match=r"state must be cut over 'fsdp' .*; got .*/w.*of shape \(\d+,.*\) for a part of shape \(32, 64\)",
     ):
         trace(jaxmp.mixed_precision(inner, "bf16"), "bf16", True)
 
@@ -198,7 +199,9 @@ def change_after_a_step(inner, *, cuts, size=13):
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", COUNTS)
 def test_an_optimizer_that_counts_padding_is_warned_of(name):
-    with pytest.warns(UserWarning, match="must not count padding .* and w, of which 13 of 16 along axis 1 are no padd"):
+    with pytest.warns(
+        UserWarning, match="must not count padding; .* and w, of which 13 of 16 along axis 1 are no padd"
+    ):
         padded = change_after_a_step(COUNTS[name], cuts=True)
     alone = change_after_a_step(COUNTS[name], cuts=False)
     assert np.abs(padded - alone).max() > 0.01 * np.abs(alone).max()

@@ -1,1 +1,0 @@
-"""Looks at calls of the public functions before, and at results after: raises or warns, and decides no number."""

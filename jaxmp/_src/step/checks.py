@@ -1,0 +1,213 @@
+"""What a step must get: raises for params, gradients, masters and a state that do not fit each other; changes nothing.
+
+Each check looks at types, shapes and dtypes while a step is traced, so the program is the same without this file.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+from jaxmp._src.base import ambient, compat, tree_paths
+from jaxmp._src.base.warn import warn
+from jaxmp._src.distributed import reduce, whole_leaves
+from jaxmp._src.fp8 import scale_leaves
+from jaxmp._src.loss_scale import static
+from jaxmp._src.numerics import casting
+from jaxmp._src.programs import frozen_leaves
+from jaxmp._src.step import inner_update, masters, scale_reads, scales, state as states
+from jaxmp._src.step.heart import Rule
+from jaxmp._src.step.state import StepState
+
+
+def check_rule(rule: Rule, policy: Any) -> None:
+    """Raises for a dynamic loss scale that never skips; warns of float16 without a loss scale."""
+    if not rule.skip_nonfinite and rule.scales and not isinstance(rule.scaler, static.StaticLossScale):
+        raise ValueError(
+            "a dynamic loss scale finds its value by overflow; got skip_nonfinite=False. Use a static loss_scale (a "
+            "number), or leave it out."
+        )
+    if rule.scaler is not None and not rule.scales and policy is not None and policy.uses_float16:
+        warn(
+            "float16-without-loss-scale",
+            'float16 without a loss scale: gradients below 6e-8 become zero. Leave loss_scale="auto", or use the '
+            'policy "bf16", which needs none.',
+        )
+
+
+def check_init(rule: Rule, params: PyTree) -> None:
+    """Raises for fp8 scales that nobody moves, or of which others see a part; warns of idle patterns and lost bits."""
+    units = tree_paths.boxed_leaves(params)[0]
+    paths = [path for path, _ in units]
+    is_part = any(map(_is_masked, jax.tree.leaves(params, is_leaf=_is_masked)))  # inside optax.masked, multi_transform
+    if rule.policy is not None and not is_part:
+        tree_paths.warn_of_idle("keep_fp32", rule.policy.keep_fp32, paths, of="param")
+    if rule.moves_scales is not None:
+        _check_whole(params)
+        scales.check_scales(rule.moves_scales.recipe, scale_leaves.partition(params)[0])
+        return
+    of_scales = [scale_leaves.is_scale(path) for path in paths]
+    if any(of_scales):
+        if rule.policy is None:
+            frozen = frozen_leaves.frozen_leaves(rule.optimizer.inner, params)
+            of_scales = [is_scale and not stays for is_scale, stays in zip(of_scales, frozen, strict=True)]
+        scale_leaves.refuse(path for path, is_scale in zip(paths, of_scales, strict=True) if is_scale)
+
+
+def _check_whole(params: PyTree) -> None:
+    if any(map(_is_masked, jax.tree.leaves(params, is_leaf=_is_masked))):
+        raise ValueError(
+            "the scales of all fp8 layers must move; got a part of the params. Put mixed_precision around "
+            "optax.multi_transform, masked or partition, not inside."
+        )
+
+
+def check_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: dict[str, Any], *, adds: bool) -> Any:
+    """Raises for a state, params or gradients that do not fit each other; warns of gradients that were not scaled.
+
+    Returns the dynamic scale of this state that the step will divide by, or None.
+    """
+    if not isinstance(state, StepState):
+        raise TypeError(
+            f"mixed_precision must get the state that its own init made; got {type(state).__name__}. Call "
+            f"tx.update(grads, opt_state, params) or jaxmp.apply_gradients(tx, grads, opt_state, params)."
+        )
+    if adds or not _is_usual(rule, grads, state, params):
+        _check_trees(rule, grads, state, params, adds=adds)
+    if compat.manual_axes():
+        _check_branches(state.optimizer_state)
+    is_dynamic = rule.scales and not isinstance(rule.scaler, static.StaticLossScale)
+    own_scale = state.scaling.loss_scale if is_dynamic and extra.get("loss_scale") is None else None
+    if state.scaling is not None:
+        scale_reads.check_scaled(grads, state.scaling.loss_scale, is_dynamic=own_scale is not None)
+    if rule.scales:
+        scale_reads.check_not_changed(grads if rule.moves_scales is None else scale_leaves.partition(grads)[1])
+    if ambient.now().notes.gathered_params:
+        held = dict(extra)
+        if rule.scaler is not None:  # what a step tells its optimizer
+            given = extra.get("loss_scale")
+            scale = states.loss_scale_of(state) if given is None else given
+            held |= {"grads_finite": jnp.ones((), bool), "loss_scale": scale, "next_loss_scale": scale}
+        inner = rule.optimizer.inner
+        run = functools.partial(inner_update.update, inner, extra_args=held)
+        whole_leaves.check(run, inner.init, grads, state.optimizer_state, params)
+    return own_scale
+
+
+def _is_usual(rule: Rule, grads: PyTree, state: StepState, params: PyTree) -> bool:
+    """Whether trees are as the usual policies make them: each param a cast of its float32 master, or float32 without.
+
+    And each gradient of a param's shape. All else is looked at by path.
+    """
+    own, held = jax.tree.leaves(params), jax.tree.leaves(state.master_params, is_leaf=_is_masked)
+    policy = rule.policy if rule.moves_scales is None and rule.remainder is None else None
+    if policy is None or jax.tree.structure(grads) != jax.tree.structure(params) or len(own) != len(held):
+        return False
+    expected = [
+        (jnp.float32, p.shape)
+        if isinstance(m, optax.MaskedNode)
+        else (policy.param_dtype, m.shape if m.dtype == jnp.float32 else None)
+        for p, m in zip(own, held, strict=True)
+    ]
+    return all(
+        (p.dtype, p.shape) == wanted and getattr(g, "shape", None) == p.shape and g.dtype in (p.dtype, jnp.float32)
+        for g, p, wanted in zip(jax.tree.leaves(grads), own, expected, strict=True)
+    )
+
+
+def _check_trees(rule: Rule, grads: PyTree, state: StepState, params: PyTree, *, adds: bool) -> None:
+    """Raises for gradients, params and masters that do not fit each other, by path."""
+    for path, g in jax.tree_util.tree_leaves_with_path(grads):
+        if not casting.is_float(g):
+            raise TypeError(
+                f"gradients must be float arrays; got {getattr(g, 'dtype', type(g).__name__)} at "
+                f"{tree_paths.path_str(path)}. Pass those of float params alone: loss, grads = "
+                f"jaxmp.value_and_grad(...)(...)."
+            )
+    if params is None and (rule.policy is not None or rule.moves_scales is not None):
+        raise ValueError("master params need the params; got None. Call tx.update(grads, opt_state, params).")
+    if rule.moves_scales is not None:
+        _check_whole(params)
+    if rule.policy is not None:
+        own = params.fast if isinstance(params, optax.LookaheadParams) else params
+        tree_paths.check_same_structure(grads, own, "grads", "params")
+        _check_masters(rule, state, params, adds=adds)
+    if rule.moves_scales is not None:
+        scales.check_scales(rule.moves_scales.recipe, scale_leaves.partition(params)[0], state.fp8_scales)
+    tree_paths.check_no_broadcast(grads, params)
+
+
+def _check_masters(rule: Rule, state: StepState, params: PyTree, *, adds: bool) -> None:
+    """Raises for params of other dtypes or shapes than the policy and the masters say, and masters of another kind."""
+    policy: Any = rule.policy
+    if rule.remainder is not None and (adds or isinstance(params, optax.LookaheadParams)):
+        got = "tx.update" if adds else "optax.lookahead"
+        raise ValueError(
+            f"split masters (remainder_bits=) must be written with all params; got {got}. Call jaxmp.apply_gradients "
+            f"with mixed_precision around the whole optimizer, or leave remainder_bits=None."
+        )
+    own = scale_leaves.partition(params)[1] if rule.moves_scales is not None else params
+    units, treedef = tree_paths.boxed_leaves(own)
+    held = masters.by_unit(treedef, state.master_params, own)
+    bits = None if rule.remainder is None else 8 * jnp.dtype(rule.remainder).itemsize
+    frozen = None
+    for i, ((path, unit), master) in enumerate(zip(units, held, strict=True)):
+        expected = policy.param_dtype_of(path)
+        leaves = jax.tree.leaves(unit)
+        for x in leaves:
+            if not _is_masked(master) and x.dtype != expected:
+                raise ValueError(
+                    f"params must have the dtypes of the policy; got {x.dtype} at {path}, not {expected}. Train "
+                    f"params = policy.cast_to_param(params32); TrainState.create and nnx.Optimizer take policy=."
+                )
+            if casting.is_low_precision(x.dtype) and not casting.is_low_precision(expected):
+                frozen = frozen_leaves.frozen_leaves(rule.optimizer.inner, own) if frozen is None else frozen
+                if not frozen[i]:
+                    raise ValueError(
+                        f"a 16-bit param that is trained must have a master; got {x.dtype} at {path}, where the policy "
+                        f"says {expected}. Train policy.cast_to_param(params32), or freeze it (optax.set_to_zero)."
+                    )
+        for x, m in zip(leaves, () if _is_masked(master) else jax.tree.leaves(master), strict=False):
+            if jnp.shape(x) != m.shape:
+                raise ValueError(
+                    f"params must have the shapes of their masters; got {jnp.shape(x)} at {path}, and {m.shape}. Pass "
+                    f"the params that tx.init got, or call tx.init for these."
+                )
+            kind = m.dtype if masters.is_remainder(m) else None
+            if kind != rule.remainder and (kind is not None or x.dtype == jnp.bfloat16):
+                raise ValueError(
+                    f"masters must be of the kind that tx keeps; got {m.dtype} at {path}, with remainder_bits={bits}. "
+                    f"Make tx as it was, or make a new state: tx.init(jaxmp.get_master_params(opt_state, params))."
+                )
+
+
+def _check_branches(optimizer_state: Any) -> None:
+    """Raises for `reduce_gradients` inside a transform that runs it in a branch.
+
+    Before the branch the gradients of a device are its own: what MultiSteps adds up would differ between devices, and
+    what apply_if_finite decides too. In pmap, and where jax tracks no axes, MultiSteps decides the same everywhere.
+    """
+    branches = {
+        optax.MultiStepsState: "optax.MultiSteps",
+        optax.ApplyIfFiniteState: "optax.apply_if_finite",
+        optax.ConditionallyTransformState: "optax.conditionally_transform",
+    }
+    tracked = any(map(compat.is_tracked, compat.manual_axes()))
+    for kind, name in branches.items():
+        for state in states.find(optimizer_state, kind):
+            in_few_bytes = bool(states.find(state, reduce.UnsentState))
+            if not in_few_bytes and not states.find(state, reduce.ReducedState):
+                continue
+            by_device = kind is optax.ApplyIfFiniteState or bool(jax.tree.leaves(getattr(state, "skip_state", ())))
+            if tracked or by_device or (in_few_bytes and kind is optax.MultiStepsState):
+                raise ValueError(
+                    f"reduce_gradients must come before a transform that decides about a step; got it inside {name}. "
+                    f"Write jaxmp.mixed_precision({name}(optimizer, ...), policy, before=jaxmp.reduce_gradients(...))."
+                )
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
