@@ -192,7 +192,7 @@ def test_an_axis_of_vmap_that_is_named_decides_for_all():
 def test_none_where_axes_are_bound_is_an_error(how):
     f = spread(lambda x: jaxmp.all_finite(x, None), how)
     with pytest.raises(
-        ValueError, match=r"axis_name=None means.*axes \('data',\) are bound here.*Use axis_name=\"auto\""
+        ValueError, match=r"axis_name=None is for no bound axes; \('data',\) are bound.*Use axis_name=\"auto\""
     ):
         f(jnp.ones((DEVICES, 1)))
 
@@ -205,7 +205,7 @@ def test_a_name_that_is_not_bound_is_an_error(how):
 
 
 def test_a_name_outside_is_an_error_that_says_what_to_do():
-    message = r"axis name 'data' is not bound here; bound axes: none. Call this inside jax.pmap.*under plain jit leave"
+    message = r"axis name 'data' is not bound here; bound axes: none. Call this in jax.shard_map; under plain jit leave"
     with pytest.raises(ValueError, match=message):
         jax.jit(lambda x: jaxmp.all_finite(x, "data"))(1.0)
     with pytest.raises(ValueError, match=message):

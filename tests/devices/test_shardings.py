@@ -98,10 +98,10 @@ WRONG = {
     ),
     "length": (
         SHARDINGS | {"kernel": NamedSharding(MESH, P(None, ("data", "fsdp")))},
-        r"\(8, 4\) at kernel, whose dimension 1 is cut over 8 devices. Pad it",
+        r"\(8, 4\) at kernel, cut over 8 in dimension 1. Pad it",
     ),
     "mixed": (SHARDINGS | {"kernel": P()}, "or all PartitionSpecs; got .* at kernel"),
-    "kind": (SHARDINGS | {"kernel": "fsdp"}, "with NamedShardings or PartitionSpecs; got str in shardings"),
+    "kind": (SHARDINGS | {"kernel": "fsdp"}, "PartitionSpecs, as layout.shardings; got str in shardings"),
 }
 
 

@@ -507,7 +507,7 @@ def test_without_an_axis_devices_would_diverge():
         rows = SHARDED["res"]["world_4"][f"rank{rank}"]["torch_GradScaler(cpu), no sync"]
         assert_exact(loss_scale[rank], np.array([row[2] for row in rows], np.float32))
     assert len(set(np.asarray(loss_scale[:, -1]))) > 1
-    with pytest.raises(ValueError, match="devices would skip different steps and diverge"):
+    with pytest.raises(ValueError, match="are bound, so devices would diverge"):
         run_on_devices(2, None, np.inf)
 
 

@@ -145,14 +145,14 @@ DURING_A_RUN = {
         (
             "axis name 'data' is not bound here",
             "bound axes: none",
-            "jax.pmap(..., axis_name='data')",
+            "jax.shard_map",
             "leave axis_name out",
         ),
     ),
     "unbound_axis-value_and_grad": BadInput(
         lambda run: jaxmp.value_and_grad(loss_fn, axis_name="data")(run.params, opt_state=run.state),
         ValueError,
-        ("axis name 'data' is not bound here", "jax.pmap(..., axis_name='data')"),
+        ("axis name 'data' is not bound here", "jax.shard_map"),
     ),
     "unbound_axis-reduce_gradients": BadInput(
         lambda run: jaxmp.reduce_gradients("data").update(run.grads, optax.EmptyState()),

@@ -30,8 +30,7 @@ def bound_axes(axis_name: AxisName) -> tuple[str, ...]:
     manual = compat.manual_axes()
     if axis_name is None and manual:
         raise ValueError(
-            f"axis_name=None means that devices do not agree on overflow, but the axes {manual} are bound here (pmap "
-            f'or shard_map): devices would skip different steps and diverge. Use axis_name="auto", or name the axes.'
+            f'axis_name=None is for no bound axes; {manual} are bound, so devices would diverge. Use axis_name="auto".'
         )
     return manual if axis_name == "auto" else named_axes(axis_name)
 
@@ -45,9 +44,8 @@ def named_axes(axis_name: AxisName) -> tuple[str, ...]:
         except NameError as e:
             bound = ", ".join(compat.manual_axes()) or "none"
             raise ValueError(
-                f"axis name {name!r} is not bound here; bound axes: {bound}. Call this inside "
-                f"jax.pmap(..., axis_name={name!r}) or jax.shard_map over a mesh with that axis; under plain jit leave "
-                f"axis_name out."
+                f"axis name {name!r} is not bound here; bound axes: {bound}. Call this in jax.shard_map; under plain "
+                f"jit leave axis_name out."
             ) from e
     return names
 

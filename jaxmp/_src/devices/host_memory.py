@@ -33,11 +33,8 @@ def check_on_device(state: PyTree) -> None:
     """Raises a ValueError if a leaf of the state is in host memory: only a streamed update can read it there."""
     if any(map(is_on_host, jax.tree.leaves(state))):
         raise ValueError(
-            f"state in host memory can only be updated by jaxmp.apply_gradients, with an optimizer made as "
-            f"jaxmp.mixed_precision(jaxmp.offload.stream_updates(inner), policy); got {first_on_host(state)} in host "
-            f"memory and another update: an optimizer without stream_updates, a fused one, tx.update, or a transform "
-            f"inside optax.multi_transform, masked or MultiSteps. Wrap inner in stream_updates, or keep the state on "
-            f"the device (jaxmp.offload.to_device)."
+            f"state in host memory needs apply_gradients with mixed_precision(stream_updates(inner), policy); got "
+            f"{first_on_host(state)}."
         )
 
 
@@ -72,8 +69,8 @@ def _put(x: Array, space: Any) -> Array:
         if "shard_map" not in str(e):
             raise
         raise ValueError(
-            "inside shard_map, arrays can move between host and device memory only under jax.jit; got a shard_map "
-            f"outside jit, with {jax.typeof(x)}. Call it as jax.jit(jax.shard_map(...))."
+            f"in shard_map, arrays enter or leave host memory only under jit; got {jax.typeof(x)}. Write "
+            f"jax.jit(jax.shard_map(...))."
         ) from e
 
 
@@ -82,6 +79,6 @@ def _check_devices(x: Array) -> None:
         kinds = [memory.kind for memory in device.addressable_memories()]
         if _HOST_KIND not in kinds and device.process_index == jax.process_index():
             raise ValueError(
-                f"offloading needs a device that can address memory of kind {_HOST_KIND!r}; {device} has "
+                f"offloading needs memory of kind {_HOST_KIND!r}; {device} has "
                 f"{', '.join(map(repr, kinds)) or 'none'}. Keep the state on this device."
             )

@@ -96,10 +96,8 @@ def check_devices(path: Any, x: Any, mesh: Any) -> None:
     if axis is not None and mesh is not None and mesh.shape.get(axis) != devices[0]:
         has = f"has {mesh.shape[axis]}" if axis in mesh.shape else f"has no such axis ({', '.join(mesh.shape)})"
         raise ValueError(
-            f"what each device has its own of must be there once for each device of the axis {axis!r}; got it for "
-            f"{devices[0]} at {tree_paths.path_str(path)}, and the mesh {has}. Make the transform with devices= the "
-            f'number of devices of its axis, as reduce_gradients("data", wire_dtype=jnp.int8, '
-            f'devices=mesh.shape["data"]).'
+            f"devices= must be the size of axis {axis!r}; got {devices[0]} at {tree_paths.path_str(path)}, and the "
+            f"mesh {has}. Pass devices=mesh.shape[{axis!r}]."
         )
 
 
@@ -112,8 +110,8 @@ def _check_order(tx: Any, params: PyTree, shardings: PyTree) -> None:
     wrong += [f"{type(x).__name__} in shardings" for x in places if not is_sharding(x)][:1]
     if wrong:
         raise TypeError(
-            f"the arguments are sharding_of(tx, params, shardings), with NamedShardings or PartitionSpecs; got "
-            f"{', '.join(wrong)}. Of a layout of jaxmp.fsdp pass layout.shardings or layout.specs."
+            f"sharding_of(tx, params, shardings) takes NamedShardings or PartitionSpecs, as layout.shardings; got "
+            f"{', '.join(wrong)}."
         )
 
 
@@ -188,8 +186,8 @@ def _check_fits(path: str, shape: tuple[int, ...], sharding: Any) -> None:
         ):
             if length % devices:
                 raise ValueError(
-                    f"the number of devices must divide the dimension that is cut; got shape {shape} at {path}, whose "
-                    f"dimension {dim} is cut over {devices} devices. Pad it (jaxmp.fsdp.pad), or cut another dimension."
+                    f"devices must divide a dimension; got shape {shape} at {path}, cut over {devices} in dimension "
+                    f"{dim}. Pad it: jaxmp.fsdp.pad."
                 )
 
 
