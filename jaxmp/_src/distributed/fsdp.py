@@ -84,14 +84,13 @@ def gather(
     auto_axes = {*here.axis_names} - {*here.manual_axes}  # XLA splits arrays over these
     if not manual and compat.manual_axes() and layout.axis_name not in auto_axes:
         raise ValueError(
-            f"the axis that params are cut over must be bound where they are gathered; got {layout.axis_name!r} inside "
-            f"a shard_map over {', '.join(compat.manual_axes())}. Make the layout with a mesh that has these axes."
+            f"the layout's axis must be bound; got {layout.axis_name!r} in a shard_map over "
+            f"{', '.join(compat.manual_axes())}. Use a layout of this mesh."
         )
     if not manual and (reduce_dtype is not None or predivide is not None):
         raise ValueError(
-            f"under plain jit XLA reduces the gradients in their own dtype; got reduce_dtype={reduce_dtype}, "
-            f"predivide={predivide} where {layout.axis_name!r} is not bound. Use jax.shard_map over the mesh, or "
-            f"remove these arguments."
+            f"reduce_dtype= and predivide= need jax.shard_map; got {reduce_dtype}, {predivide} where "
+            f"{layout.axis_name!r} is not bound. Leave both out."
         )
     if manual:
         param_layout.check_same_tree(params, layout)
@@ -210,8 +209,7 @@ def _check_whole(path: str, g: Array, layout: Layout, cut: Cut) -> None:
     expected = tuple(n // k for n, k in zip(cut.shape, devices, strict=True))
     if g.shape != expected:
         raise ValueError(
-            f"a leaf that is not cut must have shape {expected} with this layout; got {g.shape} at {path}. Use one "
-            f"layout, with one min_size, in all calls of a step."
+            f"an uncut leaf must have shape {expected}; got {g.shape} at {path}. Use one layout everywhere."
         )
 
 
@@ -220,9 +218,7 @@ def _check_not_averaged(path: str, g: Array, layout: Layout) -> None:
     axis = layout.axis_name
     if compat.is_tracked(axis) and axis not in compat.varying_axes(g):
         raise ValueError(
-            f"gradients of params that are cut over {axis!r} must not be averaged over it: the parts of different "
-            f"devices are different params; got one that is equal on all devices at {path}. Remove jax.lax.pmean over "
-            f"{axis!r}."
+            f"gradients cut over {axis!r} must not be averaged over it; got {path} averaged. Remove jax.lax.pmean."
         )
 
 

@@ -65,9 +65,8 @@ def check_mean(grads: PyTree, axes: tuple[str, ...]) -> None:
     for axis, _ in cuts_of(grads):
         if axis in axes:
             raise ValueError(
-                f"gradients of params that are cut over {axis!r} must not be averaged over it: the parts of different "
-                f"devices are different params. Call jaxmp.fsdp.reduce_gradients(grads, layout) instead, and name "
-                f"other data axes: jaxmp.reduce_gradients('data')."
+                f"gradients cut over {axis!r} must not be averaged over it. For it call "
+                f"jaxmp.fsdp.reduce_gradients(grads, layout)."
             )
 
 

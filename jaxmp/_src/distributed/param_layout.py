@@ -21,7 +21,7 @@ from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import shardings as shardings_lib
 from jaxmp._src.fp8 import scale_leaves
 
-_HOW_TO_MAKE_ONE = "A layout belongs to one tree of params: make it with jaxmp.fsdp.layout_of(params, mesh)."
+_HOW_TO_MAKE_ONE = "Make one for this tree: jaxmp.fsdp.layout_of(params, mesh)."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +124,7 @@ def layout_of(
       50260
     """
     if not isinstance(getattr(mesh, "shape", None), Mapping):
-        raise TypeError(
-            f"the arguments are layout_of(params, mesh); got {type(mesh).__name__} as mesh. jax.make_mesh makes one."
-        )
+        raise TypeError(f"layout_of(params, mesh) takes a mesh, as of jax.make_mesh; got {type(mesh).__name__}.")
     _check_axis(mesh, axis_name)
     devices = mesh.shape[axis_name]
     given = jax.tree.map(lambda _: PartitionSpec(), params) if specs is None else _per_leaf(specs, params)
@@ -137,8 +135,8 @@ def layout_of(
             _check_axis(mesh, name, f" (in specs at {path})")
         if axis_name in shardings_lib.axes_of(spec) or len(spec) > len(shape):
             raise ValueError(
-                f"specs must name axes other than {axis_name!r} and no more dimensions than a leaf has; got {spec} for "
-                f"shape {shape} at {path}. Remove {axis_name!r}: layout_of chooses its dimension."
+                f"specs must fit the leaf; got {spec} for shape {shape} at {path}. Leave out {axis_name!r}, which "
+                f"layout_of places."
             )
         taken = tuple(spec) + (None,) * (len(shape) - len(spec))
         free = [i for i, name in enumerate(taken) if name is None]
@@ -236,9 +234,8 @@ def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout)
             return x
         if in_8_bits:
             raise ValueError(
-                f"moments in 8 bits cannot be padded; got them at {tree_paths.path_str(path)}. Choose a layout that "
-                f"pads no leaf (min_size=), or moments in 16 or 32 bits; a checkpoint without layout= is for as many "
-                f"devices as saved it."
+                f"moments in 8 bits cannot be padded; got them at {tree_paths.path_str(path)}. Choose min_size= to pad "
+                f"no leaf."
             )
         return f(tree_paths.path_str(path), x, cut)
 
@@ -296,10 +293,7 @@ def check_same_tree(tree: PyTree, layout: Layout) -> None:
 def check_is_layout(layout: Any, call: str) -> None:
     """Raises a TypeError unless `layout` is one; `call` is where it stands."""
     if not isinstance(layout, Layout):
-        raise TypeError(
-            f"{call} takes the layout that jaxmp.fsdp.layout_of(params, mesh) returns; got {type(layout).__name__} in "
-            f"its place."
-        )
+        raise TypeError(f"{call} takes the layout of jaxmp.fsdp.layout_of(params, mesh); got {type(layout).__name__}.")
 
 
 def check_length(path: str, x: Any, cut: Cut, expected: int, what: str) -> None:
@@ -308,16 +302,16 @@ def check_length(path: str, x: Any, cut: Cut, expected: int, what: str) -> None:
     if len(got) != len(cut.shape) or (cut.dim is not None and got[cut.dim] != expected):
         of = f"{len(cut.shape)} dimensions" if cut.dim is None else f"length {expected} in dimension {cut.dim}"
         raise ValueError(
-            f"{what} leaf must have {of} with this layout; got shape {got} at {path}. Pad params once, before tx.init "
-            f"(jaxmp.fsdp.pad), place them by layout.specs, and use one layout in all calls of a step."
+            f"{what} leaf must have {of}; got shape {got} at {path}. Call jaxmp.fsdp.pad(params, layout) before "
+            f"tx.init."
         )
 
 
 def _check_axis(mesh: Any, name: str, where: str = "") -> None:
     if name not in mesh.shape:
         raise ValueError(
-            f"the axis that leaves are cut over must be in the mesh; got {name!r}{where} and a mesh with the axes "
-            f"{', '.join(map(repr, mesh.shape))}"
+            f"layout axes must be in the mesh; got {name!r}{where}, and the mesh has "
+            f"{', '.join(map(repr, mesh.shape))}."
         )
 
 
@@ -326,4 +320,4 @@ def _per_leaf(specs: PyTree, params: PyTree) -> PyTree:
     try:
         return jax.tree.broadcast(specs, params, is_leaf=is_spec)
     except ValueError as e:
-        raise ValueError(f"specs must be a tree of PartitionSpecs like the params, or a prefix of it: {e}") from e
+        raise ValueError(f"specs must be a tree of PartitionSpecs like the params, or a prefix: {e}") from e

@@ -200,14 +200,12 @@ def _one_axis(axis_name: collectives.AxisName, dtype: Any, predivide: float | No
     names = (axis_name,) if isinstance(axis_name, str) or axis_name is None else tuple(axis_name)
     if len(names) != 1 or names[0] in ("auto", None):
         raise ValueError(
-            f"with wire_dtype, gradients are averaged over one axis that is named; got axis_name={axis_name!r}. Pass "
-            f'its name, as reduce_gradients("data", wire_dtype=jnp.int8, devices=mesh.shape["data"]); for a second '
-            f"axis chain a second transform."
+            f'wire_dtype= needs one named axis; got axis_name={axis_name!r}. Write reduce_gradients("data", '
+            f"wire_dtype=...)."
         )
     if dtype is None or jnp.dtype(dtype) != jnp.float32 or predivide is not None:
         raise ValueError(
-            f"with wire_dtype, gradients are summed in float32 and divided before the sum; got dtype={dtype}, "
-            f"predivide={predivide}. Leave both out."
+            f"dtype= and predivide= must not stand beside wire_dtype=; got {dtype}, {predivide}. Leave both out."
         )
     return str(names[0])
 
@@ -216,17 +214,13 @@ def _check_place(axis: str, grads_finite: Any) -> None:
     """Raises a ValueError if the axis is not bound, or if no transform around this one decides about the step."""
     if axis not in compat.manual_axes():
         raise ValueError(
-            f"reduce_gradients(wire_dtype=) is for jax.shard_map and jax.pmap, where a device has its own gradients; "
-            f"got a call where the axis {axis!r} is not bound (bound axes: "
-            f"{', '.join(compat.manual_axes()) or 'none'}). Under plain jit XLA reduces the gradients: leave it out, "
-            f"or put the step into jax.shard_map over a mesh with that axis."
+            f"reduce_gradients(wire_dtype=) needs its axis bound; got {axis!r}, bound axes: "
+            f"{', '.join(compat.manual_axes()) or 'none'}. Under plain jit leave it out."
         )
-    if grads_finite is None:
+    if grads_finite is None:  # mixed_precision finds an overflow before this rounds it, and keeps the state of a skip
         raise ValueError(
-            "reduce_gradients(wire_dtype=) must stand inside mixed_precision, which finds an overflow before the "
-            "gradients are rounded, and keeps the state of a skipped step; got a call from elsewhere. Write "
-            "jaxmp.mixed_precision(optax.chain(jaxmp.reduce_gradients(..., wire_dtype=...), optimizer), policy), with "
-            'the policy "fp32" if you need no low precision.'
+            "reduce_gradients(wire_dtype=) must stand in mixed_precision(optax.chain(reduce_gradients(...), inner), "
+            "policy); got a call outside."
         )
 
 
@@ -234,9 +228,8 @@ def _check_unsent(path: str, g: Array, e: Array, axis: str) -> None:
     """Raises a ValueError unless `e` is this device's unsent part of the gradient `g`."""
     if e.shape != (1, *g.shape):
         raise ValueError(
-            f"what is unsent of a gradient must have its shape on each device, {(1, *g.shape)}; got {e.shape} at "
-            f"{path}. Make the transform with devices= the number of devices of the axis {axis!r} (1 under pmap), and "
-            f"place its state by jaxmp.sharding_of."
+            f"unsent gradients must have shape {(1, *g.shape)} on each device; got {e.shape} at {path}. Set devices= "
+            f"(1 under pmap), and place the state by jaxmp.sharding_of."
         )
 
 
