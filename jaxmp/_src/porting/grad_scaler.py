@@ -70,11 +70,10 @@ from pallas_kernels.when import when
 
 # Methods of torch's scaler that are missing here, and what to write.
 _IN_PLACE = {
-    "unscale_": "`grads, scaler = scaler.unscale(grads)`, with the gradients in place of the optimizer",
+    "unscale_": "`grads, scaler = scaler.unscale(grads)`",
     **dict.fromkeys(
         ("set_growth_factor", "set_backoff_factor", "set_growth_interval"),
-        "the number into the constructor, or into a state dict: scaler = scaler.load_state_dict(scaler.state_dict() | "
-        "{'growth_interval': 1000})",
+        "scaler = scaler.load_state_dict(scaler.state_dict() | {'growth_interval': 1000})",
     ),
 }
 
@@ -97,18 +96,16 @@ class _Structure:
         if stage != _READY:
             done = "was already unscaled" if stage == _UNSCALED else "has already stepped"
             raise ValueError(
-                f"gradients are unscaled once, before the step; got unscale for {optimizer!r}, which {done} since the "
-                f"last update(). Call unscale once, before step. With several optimizers, pass each its own name: "
-                f"optimizer=."
+                f"unscale must come once, before step; got {optimizer!r}, which {done} since the last update(). Name "
+                f"several optimizers by optimizer=."
             )
         return self._with(optimizer, _UNSCALED)
 
     def after_step(self, optimizer: str) -> "_Structure":
         if self.stage_of(optimizer) == _STEPPED:
             raise ValueError(
-                f"an optimizer steps once between two updates; got step for {optimizer!r}, which has already stepped "
-                f"since the last update(). Call scaler = scaler.update() at the end of each step. With several "
-                f"optimizers, pass each its own name: optimizer=."
+                f"an optimizer must step once between two updates; got {optimizer!r} twice. Call scaler = "
+                f"scaler.update(), or name several optimizers by optimizer=."
             )
         return self._with(optimizer, _STEPPED)
 
@@ -177,7 +174,7 @@ class GradScaler:
         for option, value in torch_options.items():
             if option != "device":
                 raise TypeError(f"GradScaler() got an unexpected keyword argument {option!r}")
-            raise TypeError(f"GradScaler takes no device: JAX knows where its arrays are; got {value!r}. Leave it out.")
+            raise TypeError(f"GradScaler takes no device; got {value!r}. Leave it out.")
         cast_lists.check_no_device("GradScaler", init_scale)
         names = tuple(axis_name) if isinstance(axis_name, list) else axis_name
         self._structure = _Structure(bool(enabled), names)
@@ -194,14 +191,14 @@ class GradScaler:
             return
         if (init_scale, growth_factor, backoff_factor, growth_interval) != (2.0**16, 2.0, 0.5, 2000):
             raise ValueError(
-                "loss_scale= has its own scale and factors; got init_scale, a factor or an interval as well. Pass "
-                "these numbers to the loss scale itself, such as jaxmp.DynamicLossScale."
+                "loss_scale= must stand alone; got init_scale, a factor or an interval too. Pass them to "
+                "jaxmp.DynamicLossScale."
             )
         self._loss_scale = protocol.as_loss_scale(loss_scale)
         if not isinstance(self._loss_scale, dynamic.DynamicLossScale | static.StaticLossScale):
             raise TypeError(
-                f"a GradScaler's loss_scale must be a DynamicLossScale, a StaticLossScale or a number; got "
-                f"{loss_scale!r}. For no scaling pass enabled=False; with your own class use jaxmp.mixed_precision."
+                f"loss_scale must be a DynamicLossScale, a StaticLossScale or a number; got {loss_scale!r}. For no "
+                f"scaling pass enabled=False."
             )
 
     def scale(self, tree: PyTree) -> PyTree:
@@ -227,9 +224,8 @@ class GradScaler:
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
             if not casting.is_float(x):
                 raise TypeError(
-                    f"scale multiplies losses, which must be float arrays; got "
-                    f"{getattr(x, 'dtype', type(x).__name__)} at {tree_paths.path_str(path)}. Scale the loss alone: "
-                    f"return scaler.scale(loss), aux."
+                    f"scale takes losses, which are float arrays; got {getattr(x, 'dtype', type(x).__name__)} at "
+                    f"{tree_paths.path_str(path)}. Write return scaler.scale(loss), aux."
                 )
             _warn_if_rounded(jnp.result_type(x))
         return self._loss_scale.scale(tree)
@@ -261,8 +257,7 @@ class GradScaler:
         """
         if isinstance(grads, optax.GradientTransformation):
             raise TypeError(
-                "unscale takes the gradients, which JAX does not keep in the optimizer; got an optimizer. Write "
-                "`grads, scaler = scaler.unscale(grads)`."
+                "unscale takes the gradients; got an optimizer. Write `grads, scaler = scaler.unscale(grads)`."
             )
         if not self.is_enabled():
             return grads, self
@@ -313,8 +308,8 @@ class GradScaler:
         """
         if states.has_loss_scale(opt_state):
             raise ValueError(
-                "gradients are unscaled once; got a tx that also unscales (mixed_precision or unscale_and_skip). Pass "
-                "inner or jaxmp.keep_master_params(inner, policy); or use jaxmp.value_and_grad instead of a GradScaler."
+                "gradients must be unscaled once; got a tx that also unscales. Pass jaxmp.keep_master_params(inner, "
+                "policy)."
             )
         apply = functools.partial(transform.apply_gradients, tx, **extra_args)
         if not self.is_enabled():
@@ -365,8 +360,8 @@ class GradScaler:
             return new
         if not self._found_inf:
             raise ValueError(
-                "update needs to know whether gradients overflowed; got update() where none were checked since the "
-                "last one. Call scaler.step (or scaler.unscale) first, and use the scaler that it returns."
+                "update must come after scaler.step; got no gradients since the last update(). Use the scaler that "
+                "step returned."
             )
         overflowed = functools.reduce(jnp.logical_or, self._found_inf.values())
         new._loss_scale = self._loss_scale.adjust(~overflowed)
@@ -410,8 +405,8 @@ class GradScaler:
         if optimizer not in self._found_inf:
             known = ", ".join(map(repr, self._found_inf)) or "none"
             raise ValueError(
-                f"found_inf is known from unscale or step to update; got {optimizer!r}, known are: {known}. Call it on "
-                f"the scaler that unscale or step returned."
+                f"found_inf is known after unscale or step; got {optimizer!r}, known are: {known}. Call it on the "
+                f"scaler that they returned."
             )
         return self._found_inf[optimizer]
 
@@ -461,16 +456,13 @@ class GradScaler:
     def _check_scaled(self, method: str) -> None:
         if not self._may_have_scaled:
             raise ValueError(
-                f"the loss must be scaled before its gradients are unscaled; got {method} of a GradScaler whose scale "
-                f"was never called. Differentiate lambda p: scaler.scale(loss_fn(p))."
+                f"scale must be called before {method}; got a scaler without a call. Differentiate lambda p: "
+                f"scaler.scale(loss_fn(p))."
             )
 
     def __getattr__(self, name: str) -> Any:
         if name in _IN_PLACE:
-            raise AttributeError(
-                f"a GradScaler is immutable, so it has no {name}, which changes torch's in place. Write "
-                f"{_IN_PLACE[name]}."
-            )
+            raise AttributeError(f"a GradScaler is immutable, so it has no {name}. Write {_IN_PLACE[name]}.")
         raise AttributeError(f"'GradScaler' object has no attribute {name!r}")
 
     def __repr__(self) -> str:
@@ -494,7 +486,6 @@ def _warn_if_rounded(loss_dtype: np.dtype) -> None:
     if loss_dtype.itemsize == 2:
         warn(
             "16-bit-loss",
-            f"the loss to scale is {loss_dtype.name}: it was rounded, and its gradient starts in 16 bits. Compute the "
-            f"loss in float32. A region `with jaxmp.autocast(...)` changes only the modules that are called in it; to "
-            f"change a whole function use jaxmp.autocast(loss_fn).",
+            f"the loss to scale is {loss_dtype.name}: it was rounded. Compute it in float32, or in "
+            f"jaxmp.autocast(loss_fn).",
         )

@@ -114,8 +114,8 @@ def _with_casts(decorator: str, fn: Any, run: Any, apply_to: Any, casts_in: Any,
     unknown = [a for a in apply_to or () if a not in signature.parameters]
     if unknown:
         raise ValueError(
-            f"{decorator}: apply_to must name arguments of {fn.__qualname__}; got {unknown}, and its arguments are "
-            f"{list(signature.parameters)}."
+            f"{decorator}: apply_to must name arguments of {fn.__qualname__}, {list(signature.parameters)}; got "
+            f"{unknown}."
         )
     chosen = set(signature.parameters if apply_to is None else apply_to)
 
