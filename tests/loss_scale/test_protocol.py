@@ -241,8 +241,8 @@ def test_a_users_own_scaler():
         ({"initial_scale": 0.0}, "initial_scale must be > 0; got 0.0"),
         ({"initial_scale": -8}, "initial_scale must be > 0; got -8"),
         ({"initial_scale": math.nan}, "initial_scale must be > 0; got nan"),
-        ({"growth_factor": 1.0}, "growth_factor must be > 1, or the scale never grows; got 1.0"),
-        ({"growth_factor": 0.5}, "growth_factor must be > 1, or the scale never grows; got 0.5"),
+        ({"growth_factor": 1.0}, "growth_factor must be > 1; got 1.0"),
+        ({"growth_factor": 0.5}, "growth_factor must be > 1; got 0.5"),
         ({"growth_factor": math.nan}, "growth_factor must be > 1"),
         ({"backoff_factor": 1.0}, "backoff_factor must be between 0 and 1, both excluded; got 1.0"),
         ({"backoff_factor": 0}, "backoff_factor must be between 0 and 1, both excluded; got 0"),
@@ -255,8 +255,8 @@ def test_a_users_own_scaler():
             {"min_scale": 2.0**17},
             r"min_scale <= initial_scale <= max_scale must hold; got 131072.0.*65536.0.*4294967296.0",
         ),
-        ({"max_scale": 2.0}, "pass None for a bound that you do not want"),
-        ({"initial_scale": 2.0**33}, "Move initial_scale into the range"),
+        ({"max_scale": 2.0}, "pass None for a bound"),
+        ({"initial_scale": 2.0**33}, "Move initial_scale, or"),
         ({"refill": "always"}, r"""refill must be "growth" \(Megatron-LM\) or "step" \(apex\); got 'always'"""),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else "",
@@ -284,7 +284,7 @@ def test_a_static_scale_is_positive_and_finite(scale):
 
 
 def test_what_is_no_loss_scale_is_named():
-    with pytest.raises(TypeError, match=r"an object with jmp's protocol .*; got 'dynamic', which lacks .loss_scale"):
+    with pytest.raises(TypeError, match=r"an object with jmp's protocol; got 'dynamic', which lacks .loss_scale"):
         protocol.as_loss_scale("dynamic")
     with pytest.raises(TypeError, match="a class: pass an instance of it"):
         protocol.as_loss_scale(jaxmp.DynamicLossScale)

@@ -202,7 +202,7 @@ def _check_rule(rule: _Rule, initial_scale: Any) -> None:
     floor = 0.0 if rule.min_scale is None else rule.min_scale
     ceiling = math.inf if rule.max_scale is None else rule.max_scale
     for name, value, holds, rule_text in (
-        ("growth_factor", rule.growth_factor, lambda x: x > 1, "> 1, or the scale never grows"),
+        ("growth_factor", rule.growth_factor, lambda x: x > 1, "> 1"),
         ("backoff_factor", rule.backoff_factor, lambda x: 0 < x < 1, "between 0 and 1, both excluded"),
         ("growth_interval", rule.growth_interval, lambda x: x >= 1, ">= 1 step"),
         ("hysteresis", rule.hysteresis, lambda x: x >= 1, ">= 1 overflow; 1 is no hysteresis"),
@@ -215,7 +215,7 @@ def _check_rule(rule: _Rule, initial_scale: Any) -> None:
     if is_number(initial_scale) and is_number(floor) and is_number(ceiling) and not floor <= initial_scale <= ceiling:
         raise ValueError(
             f"min_scale <= initial_scale <= max_scale must hold; got {rule.min_scale}, {initial_scale} and "
-            f"{rule.max_scale}. Move initial_scale into the range, or pass None for a bound that you do not want."
+            f"{rule.max_scale}. Move initial_scale, or pass None for a bound."
         )
     if rule.refill not in ("growth", "step"):
         raise ValueError(f'refill must be "growth" (Megatron-LM) or "step" (apex); got {rule.refill!r}')

@@ -51,14 +51,13 @@ def as_loss_scale(loss_scale: Any) -> Any:
     missing = [n for n in ("loss_scale", "scale", "unscale", "adjust") if not hasattr(loss_scale, n)]
     if missing or isinstance(loss_scale, type):
         raise TypeError(
-            f"loss_scale must be 'auto', None, a number or an object with jmp's protocol (.loss_scale, .scale, "
-            f".unscale, .adjust); got {loss_scale!r}"
+            f"loss_scale must be 'auto', None, a number or an object with jmp's protocol; got {loss_scale!r}"
             + (", a class: pass an instance of it" if isinstance(loss_scale, type) else f", which lacks .{missing[0]}")
         )
     if any(x is loss_scale for x in jax.tree.leaves(loss_scale)):
         raise TypeError(
-            f"a loss scale must be a pytree, so that opt_state can hold its arrays; got {type(loss_scale).__name__}, "
-            f"which is not one. Register the class with jax.tree_util.register_dataclass."
+            f"a loss scale must be a pytree; got {type(loss_scale).__name__}. Register the class with "
+            f"jax.tree_util.register_dataclass."
         )
     return loss_scale
 

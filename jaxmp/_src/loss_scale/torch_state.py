@@ -28,15 +28,12 @@ def to_state_dict(loss_scale: Any) -> dict[str, float | int]:
 def from_state_dict(loss_scale: Any, state_dict: dict[str, Any]) -> dynamic.DynamicLossScale:
     """The scale and the counts of a state dict, under the rule of `loss_scale` with the dict's factors."""
     if not state_dict:
-        raise ValueError(
-            "an enabled scaler loads the state of an enabled scaler; got an empty dict, which a scaler with "
-            "enabled=False saves. Use a new GradScaler() instead."
-        )
+        raise ValueError("a state dict must be of an enabled scaler; got an empty one. Use a new GradScaler() instead.")
     missing = [name for name in _NEEDED if name not in state_dict]
     if missing:
         raise ValueError(
-            f"a state dict must have the entries {', '.join(_NEEDED)}; got {', '.join(state_dict)}, without "
-            f"{', '.join(missing)}. Pass a dict that GradScaler.state_dict() of torch or jaxmp returned."
+            f"a state dict must have {', '.join(_NEEDED)}; it lacks {', '.join(missing)}. Pass what "
+            f"GradScaler.state_dict() returned."
         )
     growth_factor, backoff_factor = float(state_dict["growth_factor"]), float(state_dict["backoff_factor"])
     factors: Any = dict(zip(_FACTORS, (growth_factor, backoff_factor, int(state_dict["growth_interval"])), strict=True))
@@ -58,13 +55,12 @@ def at_scale(loss_scale: Any, new_scale: Any) -> Any:
     """`loss_scale` with a new scale; its rule and its counts stay. A traced scale that is no scale changes nothing."""
     if jnp.shape(new_scale) != ():
         raise ValueError(
-            f"a loss scale must be a scalar, of shape (); got new_scale of shape {jnp.shape(new_scale)}. Pass a number "
-            f"or a scalar, such as new_scale[0]."
+            f"a loss scale must be a scalar; got new_scale of shape {jnp.shape(new_scale)}. Pass a number, such as "
+            f"new_scale[0]."
         )
     if not isinstance(new_scale, Tracer) and not _LEAST <= float(np.asarray(new_scale)) <= _LARGEST:
         raise ValueError(
-            f"a loss scale must be positive and finite; got new_scale={new_scale}. Pass a number that float32 can "
-            f"hold, such as 2.0**16, or call update() without one for the rule."
+            f"a loss scale must be positive and finite; got new_scale={new_scale}. Pass a number such as 2.0**16."
         )
     new = copy.copy(loss_scale)
     wanted = jax.lax.convert_element_type(new_scale, jnp.float32)
@@ -74,8 +70,5 @@ def at_scale(loss_scale: Any, new_scale: Any) -> Any:
 
 def _as_dynamic(loss_scale: Any) -> dynamic.DynamicLossScale:
     if not isinstance(loss_scale, dynamic.DynamicLossScale):
-        raise TypeError(
-            f"torch's state dict needs a dynamic scale; got a scaler with {loss_scale!r}. A static scale has no state: "
-            f"save the number yourself."
-        )
+        raise TypeError(f"a state dict needs a dynamic scale; got {loss_scale!r}. Of a static scale save the number.")
     return loss_scale
