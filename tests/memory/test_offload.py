@@ -240,7 +240,7 @@ def test_in_shard_map_under_jit():
     assert_within_ulps(got[0], expected[0], 1)  # a rounding to float16
     assert_within_ulps(got[1], expected[1], 4)
     assert types(guarded(got[1])) == types(guarded(offload.put(init)))
-    with pytest.raises(ValueError, match="inside shard_map, arrays can move|memory_space of all inputs"):
+    with pytest.raises(ValueError, match="in shard_map, arrays enter or leave|memory_space of all inputs"):
         jax.shard_map(offload.to_device, mesh=mesh, in_specs=spec, out_specs=spec)(offload.to_host(params))
 
 
@@ -452,14 +452,14 @@ def test_what_cannot_stream_says_so():
     params = {"w": jnp.ones(4, jnp.bfloat16)}
     streamed = jaxmp.mixed_precision(offload.stream_updates(optax.adamw(1e-2)), "bf16")
     opt_state = offloaded(streamed, params)
-    message = "state in host memory can only be updated by jaxmp.apply_gradients.*got .*w in host memory"
+    message = "state in host memory needs apply_gradients with mixed_precision.stream_updates.inner., policy.; got .*w"
     with pytest.raises(ValueError, match=message):
         jax.make_jaxpr(streamed.update)(params, opt_state, params)
     for inner in (optax.adamw(1e-2), jaxmp.fused_adamw(1e-2)):
         tx = jaxmp.mixed_precision(inner, "bf16")
         with pytest.raises(ValueError, match=message):
             jax.make_jaxpr(functools.partial(jaxmp.apply_gradients, tx))(params, offloaded(tx, params), params)
-    with pytest.raises(ValueError, match="must be an optimizer made of JAX operations; got one that writes"):
+    with pytest.raises(ValueError, match="must be an optax optimizer; got one that writes in place"):
         offload.stream_updates(jaxmp.fused_adamw(1e-2))
     policy = jaxmp.get_policy("fp16")
     steps = jaxmp.mixed_precision(optax.MultiSteps(offload.stream_updates(optax.adamw(1e-2)), 2), policy)

@@ -42,8 +42,8 @@ def compiled(step: Callable[..., Any], *args: Any, donate_argnums: int | Sequenc
         step = (nnx.jit if has_modules else jax.jit)(step, donate_argnums=donate_argnums)
     elif donate_argnums != ():
         raise ValueError(
-            f"memory.compiled: a jitted step says itself what it donates; got donate_argnums={donate_argnums}. Pass it "
-            f"to jax.jit."
+            f"memory.compiled: a jitted step says itself what it donates; got donate_argnums={donate_argnums}. Pass "
+            f"it to jax.jit."
         )
     memory: Any = step.lower(*args).compile().memory_analysis()  # type: ignore[attr-defined]
     own_results = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)

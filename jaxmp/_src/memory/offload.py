@@ -57,8 +57,8 @@ def put(opt_state: PyTree, *, what: Collection[str] = _PARTS, min_bytes: int = 0
     unknown = sorted(set([what] if isinstance(what, str) else what) - set(_PARTS))
     if isinstance(what, str) or unknown:
         raise ValueError(
-            f'what must be a collection of "masters" and "moments"; got {what!r}. Gradients and params are not in the '
-            f"state: move them with jaxmp.offload.to_host."
+            f'what must be a collection of "masters" and "moments"; got {what!r}. Move other trees by '
+            f"jaxmp.offload.to_host."
         )
 
     def move(tree: PyTree) -> PyTree:
@@ -150,11 +150,10 @@ def stream_updates(
     if isinstance(window_bytes, bool) or not isinstance(window_bytes, int | np.integer) or window_bytes <= 0:
         raise ValueError(f"window_bytes must be a positive int, the bytes of one window; got {window_bytes!r}")
     plain: Any = as_transformation(inner)
-    if isinstance(plain, optimizers.InPlace):
+    if isinstance(plain, optimizers.InPlace):  # its kernels use device memory only
         raise ValueError(
-            "inner must be an optimizer made of JAX operations; got one that writes params and state in place, with "
-            "kernels that can only use device memory. Use optax's optimizer (optax.adamw for jaxmp.fused_adamw), and "
-            "put stream_updates inside mixed_precision, not around it."
+            "inner must be an optax optimizer; got one that writes in place. Use optax.adamw(...) for "
+            "jaxmp.fused_adamw(...)."
         )
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any) -> tuple[PyTree, Any]:

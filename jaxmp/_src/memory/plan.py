@@ -125,7 +125,7 @@ def plan(
     for path, place in jax.tree_util.tree_leaves_with_path(places, is_leaf=shardings.is_sharding):
         if not isinstance(place, NamedSharding):
             raise TypeError(
-                f"memory.plan: places must be NamedShardings, jax.sharding.NamedSharding(mesh, spec); got "
+                f"memory.plan: places must be NamedShardings, as jax.sharding.NamedSharding(mesh, spec); got "
                 f"{type(place).__name__} at {tree_paths.path_str(path)}"
             )
     stored = jax.eval_shape(policy.cast_to_param, shapes)
@@ -163,10 +163,7 @@ def plan(
 
 def _shapes(params: PyTree) -> PyTree:
     if isinstance(params, nnx.Module):
-        raise TypeError(
-            "memory.plan: params must be a pytree of arrays; got an nnx module, which holds other state too. Pass "
-            "nnx.state(model, nnx.Param)."
-        )
+        raise TypeError("memory.plan: params must be arrays; got an nnx module. Pass nnx.state(model, nnx.Param).")
 
     def shape(path: str, x: Any) -> Any:
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):

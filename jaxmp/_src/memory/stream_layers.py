@@ -84,8 +84,8 @@ def stream_layers(
         slices = layers if num_slices is None else num_slices
         if layers % slices:
             raise ValueError(
-                f"num_slices must divide the number of layers; got num_slices={slices} for {layers} layers. Divisors "
-                f"are {', '.join(str(i) for i in range(1, layers + 1) if layers % i == 0)}."
+                f"num_slices must divide the number of layers; got {slices} for {layers} layers. Divisors are "
+                f"{', '.join(str(i) for i in range(1, layers + 1) if layers % i == 0)}."
             )
         _check_activations(x, num_microbatches)
 
@@ -146,13 +146,13 @@ def _count_layers(params: PyTree) -> int:
     for path, p in tree_paths.leaves_by_path(params).items():
         if jnp.ndim(p) == 0:
             raise ValueError(
-                f"params of layers must be stacked, [layers, ...]; got a scalar at {path}. Stack them with "
-                f"jax.tree.map(lambda *ps: jnp.stack(ps), *layers), or pass it as an argument after x."
+                f"params of layers must be stacked, [layers, ...]; got a scalar at {path}. Write jax.tree.map(lambda "
+                f"*ps: jnp.stack(ps), *layers)."
             )
         sizes[path] = p.shape[0]
     if len(set(sizes.values())) != 1:
         raise ValueError(
-            f"params of layers must be stacked, [layers, ...], with the same number of layers; got "
+            f"params of layers must be stacked, [layers, ...], with one length; got "
             f"{', '.join(f'{n} at {path}' for path, n in sizes.items()) or 'no params'}"
         )
     return next(iter(sizes.values()))
@@ -166,8 +166,8 @@ def _check_activations(x: PyTree, num_microbatches: int) -> None:
             )
         if num_microbatches > 1 and (jnp.ndim(leaf) == 0 or leaf.shape[0] % num_microbatches):
             raise ValueError(
-                f"num_microbatches must divide the leading axis of x; got {num_microbatches} for shape "
-                f"{jnp.shape(leaf)} at {path}. Pass arrays without a batch axis as arguments after x."
+                f"num_microbatches must divide the first axis of x; got {num_microbatches} for shape {jnp.shape(leaf)} "
+                f"at {path}. Pass other arrays after x."
             )
 
 
@@ -181,5 +181,5 @@ def _check_alike(new: PyTree, old: PyTree) -> None:
         if jnp.shape(n) != jnp.shape(o) or jnp.result_type(n) != jnp.result_type(o):
             raise TypeError(
                 f"layer_fn must return a value like its x; it took {jnp.result_type(o)}{list(jnp.shape(o))} and "
-                f"returned {jnp.result_type(n)}{list(jnp.shape(n))} at {path} of x. Cast the result to x.dtype."
+                f"returned {jnp.result_type(n)}{list(jnp.shape(n))} at {path}. Cast the result to x.dtype."
             )
