@@ -205,7 +205,7 @@ def test_skipped_steps_keep_codes_and_scales(policy, dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "int4", "uint8"])
 def test_an_unknown_dtype(dtype):
-    with pytest.raises(ValueError, match=f"state_dtype must be float32, bfloat16, int8 .*float8_e5m2; got {dtype}"):
+    with pytest.raises(ValueError, match=f"state_dtype must be float32, bfloat16, int8, .*float8_e5m2; got {dtype}"):
         compress.compress_moments(optax.adam(1e-3), dtype)
 
 
@@ -215,7 +215,7 @@ def test_an_unknown_dtype(dtype):
 def test_nothing_to_compress(inner):
     tx = compress.compress_moments(inner, jnp.int8)
     with pytest.raises(
-        ValueError, match=r"finds moments by name \(mu, trace, .*sum_of_squares\); .* has none: \w+. Wrap"
+        ValueError, match=r"needs an optimizer with moments \(mu, trace, .*sum_of_squares\); got \w+. Wrap"
     ):
         tx.init(params_of())
 
@@ -262,6 +262,6 @@ def test_moments_in_another_dtype_than_the_optimizers_are_refused(stored, wanted
         if stored == wanted:
             jax.eval_shape(way)
             continue
-        with pytest.raises(ValueError, match=rf"moments must be stored in .*; got .*, with state_dtype={wanted}") as e:
+        with pytest.raises(ValueError, match=rf"moments must have the optimizer's state_dtype, {wanted}; got ") as e:
             jax.eval_shape(way)
         assert "CompressedState" in str(e.value) or f"got {stored} at" in str(e.value)

@@ -99,7 +99,7 @@ def test_errors():
     for decay in (1.0, -0.1):
         with pytest.raises(ValueError, match=f"decay must be >= 0 and < 1; got {decay}"):
             jaxmp.ema_params(decay)
-    with pytest.raises(ValueError, match="one ema_params; got 0 of them. Put ema_params inside mixed_precision"):
+    with pytest.raises(ValueError, match="one ema_params; got 0. Write optax.chain"):
         jaxmp.get_ema_params(optax.sgd(0.1).init(jnp.ones(2)), jnp.ones(2))
     with pytest.raises(ValueError, match="needs the params"):
         jaxmp.ema_params(0.9).update(jnp.ones(2), jaxmp.ema_params(0.9).init(jnp.ones(2)))

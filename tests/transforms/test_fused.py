@@ -469,7 +469,7 @@ def test_split_masters_need_apply_gradients():
         (lambda: jaxmp.fused_adamw(1e-3, max_norm=jnp.ones(())), "max_norm must be a Python number or None"),
         (lambda: jaxmp.fused_sgd(1e-3, momentum=None), "momentum must be a number; got None"),
         (lambda: jaxmp.fused_adamw(1e-3, backend="triton"), "backend must be one of .* got 'triton'"),
-        (lambda: jaxmp.compress_moments(optax.sgd(1.0), jnp.int8).init(jnp.ones(2)), "finds moments by name"),
+        (lambda: jaxmp.compress_moments(optax.sgd(1.0), jnp.int8).init(jnp.ones(2)), "needs an optimizer with moments"),
     ],
     ids=["fp16", "bits", "state_dtype", "max_norm", "schedule", "traced", "momentum", "backend", "no-moments"],
 )

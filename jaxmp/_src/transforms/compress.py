@@ -83,8 +83,8 @@ def compress_moments(inner: optax.GradientTransformation, state_dtype: Any) -> o
         state = inner.init(params)
         if not any(map(_holds_moments, jax.tree.leaves(state, is_leaf=_holds_moments))):
             raise ValueError(
-                f"compress_moments finds moments by name ({', '.join((*_SIGNED, *NOT_NEGATIVE))}); the state of "
-                f"this optimizer has none: {type(state).__name__}. Wrap the transform that has moments."
+                f"compress_moments needs an optimizer with moments ({', '.join((*_SIGNED, *NOT_NEGATIVE))}); got "
+                f"{type(state).__name__}. Wrap the transform that has some."
             )
 
         _warn_of_wide_moments(params, state_dtype)
@@ -132,9 +132,9 @@ def _warn_of_wide_moments(params: PyTree, state_dtype: Any) -> None:
     size, group = shape[-1], min(moments.GROUPS)
     warn(
         "moments-stay-float32",
-        f"moments in 8 bits share a scale among {group} or more neighbours of the last axis; got {shape} at {path}"
-        f"{f' and {len(wide) - 1} more' if len(wide) > 1 else ''}, whose moments stay float32 (8 bytes for each "
-        f"param). Make its last axis a multiple of {group}: {-(-size // group) * group} in place of {size}.",
+        f"moments in 8 bits need a last axis of a multiple of {group}; got {shape} at "
+        f"{path}{f' and {len(wide) - 1} more' if len(wide) > 1 else ''}, whose moments stay float32. Make it "
+        f"{-(-size // group) * group} in place of {size}.",
     )
 
 
@@ -164,8 +164,8 @@ def check_form(state: Any, state_dtype: Any, *, compressed: bool) -> None:
             break
     if wrong is not None:
         raise ValueError(
-            f"moments must be stored in the dtype that their optimizer was made for; got {wrong}, with "
-            f"state_dtype={wanted.name}. Make the optimizer with the state_dtype of before, or a new state by tx.init."
+            f"moments must have the optimizer's state_dtype, {wanted.name}; got {wrong}. Make it with the state_dtype "
+            f"of before."
         )
 
 

@@ -144,7 +144,7 @@ def _state_of(opt_state: Any) -> EmaParamsState:
     found = states.find(opt_state, EmaParamsState)
     if len(found) != 1:
         raise ValueError(
-            f"opt_state must be the state of a chain with one ema_params; got {len(found)} of them. Put ema_params "
-            f"inside mixed_precision, after the optimizer: optax.chain(optax.adamw(1e-3), jaxmp.ema_params(0.999))."
+            f"opt_state must have one ema_params; got {len(found)}. Write optax.chain(optax.adamw(1e-3), "
+            f"jaxmp.ema_params(0.999))."
         )
     return found[0]

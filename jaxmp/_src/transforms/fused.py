@@ -172,13 +172,12 @@ def _check_numbers(**arguments: Any) -> None:
     for name, value in arguments.items():
         if callable(value):
             raise ValueError(
-                f"in a fused optimizer only learning_rate may be a schedule; got a schedule for {name}. Use a number, "
-                f"or optax's optimizer."
+                f"in a fused optimizer only learning_rate may be a schedule; got one for {name}. Pass a number."
             )
         if name == "max_norm" and value is not None and not isinstance(value, (int, float)):
             raise ValueError(
-                f"max_norm must be a Python number or None; got {type(value).__name__}. Under optax.inject_hyperparams "
-                f'name it in static_args=("max_norm",).'
+                f"max_norm must be a Python number or None; got {type(value).__name__}. In inject_hyperparams pass "
+                f'static_args=("max_norm",).'
             )
 
 
