@@ -129,7 +129,7 @@ def test_rows_say_why_other_products_are_left():
         image = lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
         return jnp.mean(image) + jnp.mean(h @ params["last"])
 
-    with pytest.warns(UserWarning, match="in this model it chose none"):
+    with pytest.warns(UserWarning, match="chose no matmul with weights for fp8"):
         rows = jaxmp.explain_autocast(loss, PARAMS, X, dtype="fp8", recipe=RECIPE).rows
     groups = {row.group for row in rows}
     for why in ("computes both operands", "call jaxmp.fp8.ragged_dot", "it is a convolution", "the last operation"):

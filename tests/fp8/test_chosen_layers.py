@@ -164,10 +164,10 @@ FUNCTIONS = {"linen": "jaxmp.fp8.autocast", "nnx": "jaxmp.nnx.to_fp8"} | dict.fr
         (
             ("embed", "head"),
             None,
-            r"it chose none \(((embed: the first|head: the last) operation with weights(; )?){2}\)",
+            r"with weights for fp8 \(((embed: the first|head: the last) operation with weights(; )?){2}\)",
         ),
-        (("embed",), None, r"it chose none \(embed: the last operation with weights\)"),
-        (NAMES, lambda path, layer: False, r"it chose none \((\w+: filter(; )?){4}\)"),
+        (("embed",), None, r"with weights for fp8 \(embed: the last operation with weights\)"),
+        (NAMES, lambda path, layer: False, r"with weights for fp8 \((\w+: filter(; )?){4}\)"),
         (NAMES, ("*upp", "down"), r"\(filter=\): the pattern '\*upp' fits no layer. Close to it: 'up'"),
     ],
     ids=["ends", "one", "function", "idle"],
@@ -195,7 +195,7 @@ def test_autocast_of_a_policy_warns_as_fp8_autocast_does(way):
             stack.enter_context(jaxmp.autocast("fp8"))
         (jax.jit(init) if way == "jit" else init)(jax.random.key(0), X)
     assert len(got) == 1
-    message = r"jaxmp.autocast runs .*it chose none \(embed: the first .*; up: the last .*\)"
+    message = r"jaxmp.autocast chose no matmul with weights for fp8 \(embed: the first .*; up: the last .*\)"
     assert re.search(message, str(got[0].message))
 
 

@@ -477,10 +477,10 @@ def test_a_second_to_fp8_with_another_recipe_is_warned_of():
 
 @pytest.mark.parametrize("recipe", ["delayed", ("*mlp*",), jaxmp.fp8.MXFP8, {"*": "delayed"}], ids=str)
 def test_what_is_no_recipe_is_refused(recipe):
-    with pytest.raises(TypeError, match=r"a recipe is jaxmp.fp8.DelayedScaling\(\).*Layers are chosen by filter="):
+    with pytest.raises(TypeError, match=r"a recipe must be one of jaxmp.fp8.*path patterns to them; got"):
         with autocast(recipe):
             pass
-    with pytest.raises(TypeError, match="a recipe is"):
+    with pytest.raises(TypeError, match="a recipe must be"):
         jaxmp.nnx.to_fp8(nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(0)), recipe)
 
 
@@ -489,9 +489,7 @@ def test_a_loss_outside_of_autocast_is_warned_of():
         params = init(Model(), X)
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=RECIPE)
     loss_fn = lambda p: jnp.mean(Model().apply({"params": p}, X).astype(jnp.float32) ** 2)  # noqa: E731
-    with pytest.warns(
-        UserWarning, match="hold fp8 scales, but the loss multiplied nothing in fp8, so it trains without"
-    ):
+    with pytest.warns(UserWarning, match="with fp8 scales must multiply in fp8; got none that does"):
         jaxmp.value_and_grad(loss_fn)(params, opt_state=tx.init(params))
 
 
@@ -546,7 +544,7 @@ def test_params_without_scales_are_explained():
     missing = pytest.raises(flax.errors.ScopeParamNotFoundError, match="fp8_lhs_e4m3_log2_scale")
     with missing as caught, autocast(RECIPE):
         Model().apply({"params": params}, X)
-    assert "Initialize the model as it is applied: under jaxmp.fp8.autocast" in caught.value.__notes__[0]
+    assert "Call model.init as the model is applied, under the same jaxmp.fp8.autocast" in caught.value.__notes__[0]
 
 
 # Layers of users: subclasses, rules of promotion, einsums that are no GEMM
@@ -688,7 +686,7 @@ def test_other_convolutions_stay_as_they_are(kwargs):
     kwargs = {"kernel_size": (1, 1), **kwargs}
     images = X.reshape(2, 4, 4, SIDE)
     layer = nn.Conv(10, **kwargs)
-    with pytest.warns(UserWarning, match="it chose none .*: it is no matmul"), autocast(RECIPE, filter=all_true):
+    with pytest.warns(UserWarning, match="with weights for fp8 .*: it is no matmul"), autocast(RECIPE, filter=all_true):
         assert sorted(shapes_of_init(layer, images)) == ["bias", "kernel"]
     assert jaxmp.nnx.to_fp8(
         nnx.Dict(a=nnx.Conv(SIDE, 10, **kwargs, rngs=nnx.Rngs(0)), b=nnx.Linear(4, 4, rngs=nnx.Rngs(0))),
@@ -696,7 +694,7 @@ def test_other_convolutions_stay_as_they_are(kwargs):
         filter=all_true,
     ) == ["b"]
     own = nn.Conv(10, **kwargs, conv_general_dilated_cls=linen_layers.Fp8ConvGeneralDilated)
-    with pytest.raises(ValueError, match="a matmul at each pixel: a kernel of one pixel, one group, no padding"):
+    with pytest.raises(ValueError, match="a matmul at each pixel; got a kernel"):
         init(own, images)
 
 
@@ -745,5 +743,5 @@ def test_a_stack_whose_axis_is_not_the_first_is_refused_with_its_path():
     axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
     model = Stack(nnx.Rngs(0))
     model.blocks = nnx.vmap(lambda rngs: nnx.Linear(SIDE, 20, rngs=rngs), out_axes=axes)(nnx.Rngs(0).split(3))
-    with pytest.raises(ValueError, match=r"has its own axes first.*kernel of blocks with shape \(16, 3, 20\)"):
+    with pytest.raises(ValueError, match=r"must have its axes first.*kernel of blocks with shape \(16, 3, 20\)"):
         jaxmp.nnx.to_fp8(model, RECIPE)

@@ -68,7 +68,7 @@ def test_the_products_multiply_integers():
 
 def test_a_sum_that_may_not_fit_into_int32_is_refused():
     x, w = jax.ShapeDtypeStruct((1, 133_145), jnp.bfloat16), jax.ShapeDtypeStruct((133_145, 1), jnp.bfloat16)
-    with pytest.raises(ValueError, match="at most 133144 products in int32; got fprop over 133145 elements"):
+    with pytest.raises(ValueError, match="at most 133144 products; got fprop over 133145 elements"):
         jax.eval_shape(lambda x, w: fp8.dot_general(x, w, MATMUL, recipe=fp8.Int8()), x, w)
     q = jnp.ones((1, 133_144))
     y = jax.jit(lambda q: fp8.dot_general(q, q.T, MATMUL, recipe=fp8.Int8()))(q)
@@ -90,7 +90,7 @@ def test_random_rounding_needs_a_key_for_a_gradient_only():
     recipe = fp8.Int8(stochastic_rounding=True)
     dot = lambda x, **kwargs: fp8.dot_general(x, w, MATMUL, recipe=recipe, **kwargs)  # noqa: E731
     assert jax.eval_shape(dot, x).shape == (16, 16)
-    with pytest.raises(ValueError, match="Int8 rounds gradients at random and needs a key"):
+    with pytest.raises(ValueError, match="Int8 needs a key for random rounding"):
         jax.eval_shape(jax.grad(lambda x: dot(x).sum()), x)
     with_key = jax.grad(lambda x: dot(x, key=jax.random.key(0)).sum())
     assert jax.eval_shape(with_key, x).shape == (16, 16)

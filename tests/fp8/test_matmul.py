@@ -488,12 +488,12 @@ def test_a_recipe_with_state_needs_scales_and_others_take_none():
 
 X_4_5, BATCH_AXES = jnp.ones((4, 5)), (((1,), (0,)), ((0,), (1,)))
 UNFIT = {
-    "sizes": (X_4_5, jnp.ones((6, 6)), MATMUL, CurrentScaling(), r"lhs \(4, 5\) and rhs \(6, 6\)"),
-    "axes": (X_4_5[0], jnp.ones((5, 6)), MATMUL, CurrentScaling(), r"lhs \(5,\) and rhs \(5, 6\)"),
-    "batch": (X_4_5, jnp.ones((5, 6)), BATCH_AXES, CurrentScaling(), r"its batch axes, are of equal sizes"),
+    "sizes": (X_4_5, jnp.ones((6, 6)), MATMUL, CurrentScaling(), r"got \(4, 5\) and \(6, 6\)"),
+    "axes": (X_4_5[0], jnp.ones((5, 6)), MATMUL, CurrentScaling(), r"got \(5,\) and \(5, 6\)"),
+    "batch": (X_4_5, jnp.ones((5, 6)), BATCH_AXES, CurrentScaling(), r"equal sizes on summed and batch axes"),
     "integers": (jnp.ones((4, 5), int), jnp.ones((5, 6)), MATMUL, CurrentScaling(), "takes floats .*; got int32 and"),
-    "a name": (X_4_5, jnp.ones((5, 6)), MATMUL, "fp8", "a recipe is jaxmp.fp8.DelayedScaling"),
-    "a class": (X_4_5, jnp.ones((5, 6)), MATMUL, CurrentScaling, "a recipe is jaxmp.fp8.DelayedScaling"),
+    "a name": (X_4_5, jnp.ones((5, 6)), MATMUL, "fp8", "a recipe must be one of jaxmp.fp8"),
+    "a class": (X_4_5, jnp.ones((5, 6)), MATMUL, CurrentScaling, "a recipe must be one of jaxmp.fp8"),
 }
 
 

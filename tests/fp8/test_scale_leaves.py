@@ -458,7 +458,7 @@ def indexes(params, x):
 def test_a_loss_over_all_params_is_explained():
     with pytest.raises(TypeError) as caught:
         grads_of(sums_all, {"a": layer_params(0)}, X)
-    assert "Exclude them from loss terms over all params" in notes_of(caught)
+    assert "Leave them out of a norm of all params" in notes_of(caught)
 
 
 def test_a_loss_over_all_but_the_scales_works():

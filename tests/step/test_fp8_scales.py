@@ -297,7 +297,7 @@ def update_of(recipe, params, grads=None):
             r"need the params; got None. Call tx.update\(grads, opt_state, params\)",
         ),
         (lambda: DelayedScaling(amax_history_len=0), r"amax_history_len must be a whole number >= 1; got 0"),
-        (lambda: DelayedScaling(fp8_format="E5M2"), r'"E5M2" is not offered: .* Use "HYBRID"'),
+        (lambda: DelayedScaling(fp8_format="E5M2"), r'fp8_format must be "HYBRID" or "E4M3"; got .E5M2.'),
         (lambda: update_of(RECIPE, layer_params(0), {"w": jnp.ones((16, 16))}), r"grads and params must have the same"),
         (
             lambda: scales_lib.check_scales(RECIPE, scale_leaves(), scales_lib.update_amax(RECIPE).init({LHS: F32(0)})),

@@ -131,9 +131,8 @@ class BlockRecipe(Recipe):
         if seed is None:
             name = type(self).__name__
             raise ValueError(
-                f"{name} rounds gradients at random and needs a key where a matmul is differentiated: give the model's "
-                'apply rngs={"rounding": key} (linen), to_fp8(rngs=nnx.Rngs(rounding=0)) (nnx), or '
-                f"jaxmp.fp8.dot_general key=. Or round to nearest, with {name}(stochastic_rounding=False)."
+                f'{name} needs a key for random rounding. Pass rngs={{"rounding": key}} (linen), '
+                f"to_fp8(rngs=nnx.Rngs(rounding=0)) (nnx) or dot_general(key=key)."
             )
         first, second = jax.random.split(jax.random.wrap_key_data(seed, impl=_IMPL))
         return {"dgrad": first, "wgrad": second}

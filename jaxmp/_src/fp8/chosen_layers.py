@@ -119,11 +119,10 @@ class Rule:
             return
         reasons = list(dict.fromkeys(f"{path or '(top)'}: {why}" for path, why, _ in found))
         shown = "; ".join([*reasons[:4], *(["..."] if len(reasons) > 4 else [])]) or "it has no matmul with weights"
-        advice = " Choose them by filter=, as filter=lambda path, layer: True." if paths else ""
+        advice = " Pass filter=lambda path, layer: True." if paths else ""
         warn(
             "no-layer-in-fp8",
-            f"{self.function} runs matmuls with weights in fp8, between the first and the last operation with weights "
-            f"or by filter=; in this model it chose none ({shown}).{advice}{see}",
+            f"{self.function} chose no matmul with weights for fp8 ({shown}).{advice}{see}",
         )
 
 

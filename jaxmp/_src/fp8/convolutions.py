@@ -51,9 +51,8 @@ def as_matmul(
     size = rhs.shape[:-2]
     if not is_matmul(size, padding, lhs_dilation, feature_group_count):
         raise ValueError(
-            f"an fp8 convolution is a matmul at each pixel: a kernel of one pixel, one group, no padding and no "
-            f"dilation of the input; got a kernel {size}, {feature_group_count} groups, padding {padding!r} and "
-            f"lhs_dilation {lhs_dilation!r}. Leave out conv_general_dilated there."
+            f"an fp8 convolution must be a matmul at each pixel; got a kernel {size}, {feature_group_count} groups, "
+            f"padding {padding!r} and lhs_dilation {lhs_dilation!r}. Leave out conv_general_dilated there."
         )
     steps = _all(1 if strides is None else strides)
     steps = steps * len(size) if len(steps) == 1 else steps

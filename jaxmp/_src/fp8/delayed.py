@@ -134,15 +134,11 @@ class DelayedScaling(TensorRecipe):
                 f'amax_compute must be "max", "most_recent" or a function of the history; got {self.amax_compute!r}'
             )
         if self.semantics not in ("jaxmp", "te"):
-            raise ValueError(
-                f'semantics must be "jaxmp" (no non-finite amax is stored) or "te" (TransformerEngine); '
-                f"got {self.semantics!r}"
-            )
+            raise ValueError(f'semantics must be "jaxmp" or "te" (TransformerEngine); got {self.semantics!r}')
         if self.interval != 1:
             warn(
                 "interval-does-nothing",
-                f"interval={self.interval!r} does nothing, here as in TransformerEngine: scales move at every update. "
-                f"Leave it out.",
+                f"interval={self.interval!r} does nothing: scales move at every update. Leave it out.",
                 UserWarning,
             )
 
@@ -200,9 +196,8 @@ class DelayedScaling(TensorRecipe):
         amax = jnp.asarray(amax, jnp.float32)
         if history.shape != (self.amax_history_len, *scale.shape) or amax.shape != scale.shape:
             raise ValueError(
-                f"one amax for each scale, and amax_history_len={self.amax_history_len} of them in the history; got "
-                f"scale {scale.shape}, amax {amax.shape}, history {history.shape}. "
-                "Make the state with init(shape) of this recipe."
+                f"amax_history_len={self.amax_history_len} amaxes of each scale must be in the history; got scale "
+                f"{scale.shape}, amax {amax.shape}, history {history.shape}. Call init(shape)."
             )
         used = float_bits.is_positive_finite(amax)
         if self.semantics == "te":

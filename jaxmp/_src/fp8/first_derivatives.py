@@ -14,8 +14,7 @@ import jax
 from jaxtyping import Array
 
 _WITHOUT_FP8 = (
-    "Compute that term without fp8: put `with jaxmp.fp8.autocast(enabled=False)` around the model's call in it; the "
-    "layers then run in their inputs' dtype. In place of jaxmp.fp8.dot_general call jax.lax.dot_general there."
+    "Compute it without fp8: `with jaxmp.fp8.autocast(enabled=False)` around the model, or jax.lax.dot_general."
 )
 
 
@@ -27,11 +26,9 @@ def once(x: Array) -> Array:
 
 @once.defjvp
 def _refuse(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    del primals, tangents
+    del primals, tangents  # casts to fp8 have a derivative of zero
     raise NotImplementedError(
-        "fp8 matmuls have first derivatives by reverse mode, and no second ones: casts to fp8 have a derivative of "
-        "zero. Got a derivative of a gradient (a gradient penalty, a Hessian or its product with a vector) through an "
-        f"fp8 layer. {_WITHOUT_FP8}"
+        f"fp8 matmuls have one derivative, by reverse mode; got a derivative of a gradient. {_WITHOUT_FP8}"
     )
 
 
@@ -46,8 +43,8 @@ def in_reverse(rule: Callable[..., Any]) -> Callable[..., Any]:
             if "forward-mode" not in str(e):
                 raise
             raise NotImplementedError(
-                "fp8 matmuls are differentiated by reverse mode (jax.grad, jax.vjp, jax.jacrev) only; got forward mode "
-                f"(jax.jvp, jax.jacfwd) through an fp8 layer. Use reverse mode. {_WITHOUT_FP8}"
+                f"fp8 matmuls have one derivative, by reverse mode; got forward mode (jax.jvp, jax.jacfwd). "
+                f"{_WITHOUT_FP8}"
             ) from e
 
     return call

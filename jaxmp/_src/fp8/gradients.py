@@ -81,12 +81,10 @@ def warn_of_unmoved_scales(layers: Collection[str]) -> None:
     if layers:
         warn(
             "unmoved-fp8-scales",
-            f"the scales of fp8 layers move if value_and_grad differentiates them, beside frozen weights too; those of "
-            f"{', '.join(layers)} are closed over by the loss, or in an argument that is not in argnums. In this loss "
-            f"each tensor of these layers is cast with the scale of its own amax, which reads it twice; elsewhere they "
-            f"use the scales that they have. Differentiate all params and freeze weights in the optimizer: "
-            f"jaxmp.mixed_precision(optax.multi_transform({{'train': inner, 'frozen': optax.set_to_zero()}}, labels), "
-            f"policy). With nnx add the scales to the filter: wrt=nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale).",
+            f"fp8 scales must be in what value_and_grad differentiates; those of {', '.join(layers)} are closed over, "
+            f"or not in argnums. Differentiate all params, and freeze weights in "
+            f"jaxmp.mixed_precision(optax.multi_transform(...), policy); with nnx pass wrt=nnx.Any(nnx.LoRAParam, "
+            f"jaxmp.nnx.Fp8Scale).",
         )
 
 
@@ -101,11 +99,9 @@ def _is_in_fp8(pullback: Any, value: Any) -> bool:
 
 def _tell_of_no_fp8() -> None:
     """A warning; in a calibration, which would calibrate nothing, a ValueError."""
-    wrong = "so there is nothing to calibrate" if ambient.FP8_CALIBRATING.value else "so it trains without fp8"
     text = (
-        f"the params hold fp8 scales, but the loss multiplied nothing in fp8, {wrong}. Pass "
-        f'policy="fp8" to jaxmp.value_and_grad (or calibrate), or put `with jaxmp.fp8.autocast()` around the model\'s '
-        f"call in the loss, as around model.init: inside the differentiated function, or around each call of the step."
+        "a loss of params with fp8 scales must multiply in fp8; got none that does. Pass "
+        'policy="fp8" to jaxmp.value_and_grad (or calibrate), or call the model in `with jaxmp.fp8.autocast()`.'
     )
     if ambient.FP8_CALIBRATING.value:
         raise ValueError(text)

@@ -136,8 +136,8 @@ class Int8(BlockRecipe):
         (a_q, a_scale), (b_q, b_scale) = a.summed_last(), b.summed_last()
         if a_q.shape[2] > _LONGEST_SUM:
             raise ValueError(
-                f"Int8 sums at most {_LONGEST_SUM} products in int32; got {product.name} over {a_q.shape[2]} elements. "
-                f'Leave it in 16 bits, with Int8(dgrad="bfloat16", wgrad="bfloat16"), or take RowwiseScaling().'
+                f"Int8 must sum at most {_LONGEST_SUM} products; got {product.name} over {a_q.shape[2]} elements. Use "
+                f"RowwiseScaling()."
             )
         y = lax.dot_general(a_q, b_q, block_matmul.LAST, preferred_element_type=jnp.int32)  # [B, M, K] by [B, N, K]
         y = block_matmul.unscaled(y.astype(jnp.float32), a_scale, jnp.swapaxes(b_scale, 1, 2))

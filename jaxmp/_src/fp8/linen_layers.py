@@ -184,10 +184,8 @@ def leaves_of(module: Any) -> list[Array]:
         return [module.param(name, _filled, start) for name, start in module.recipe.leaves().items()]
     except flax.errors.ScopeParamNotFoundError as e:
         e.add_note(
-            f"jaxmp: the fp8 layer {'/'.join(module.path)} finds no scales in the params. Initialize the model as it "
-            f"is applied: under jaxmp.fp8.autocast with the same recipe and filter, or jaxmp.autocast of the same "
-            f"policy. Weights that were trained without fp8 get scales by merging them into the params of such an "
-            f"init."
+            f"jaxmp: the fp8 layer {'/'.join(module.path)} finds no scales in the params. Call model.init as the model "
+            f"is applied, under the same jaxmp.fp8.autocast or jaxmp.autocast, and merge trained weights into it."
         )
         raise
 
@@ -276,7 +274,7 @@ class _Interceptor:
         if self.base_calls == before and layers.is_enabled() and self._wants(path, module):
             reason = (
                 f"{type(module).__name__}.__call__ does not call nn.{base.__name__}.__call__. Call it there, or use "
-                f"jaxmp.linen.Fp8DotGeneral() or Fp8Einsum in it, or leave the layer out by filter="
+                f"jaxmp.linen.Fp8DotGeneral() in it"
             )
             matmul.warn_of_layer(path, reason)
         return out

@@ -182,8 +182,8 @@ def _check_operands(lhs: Array, rhs: Array, contract: Any, batch: Any) -> None:
     sides = [[x.shape[i : i + 1] for i in axes] for x, axes in zip((lhs, rhs) * 2, (*contract, *batch), strict=True)]
     if sides[0] != sides[1] or sides[2] != sides[3] or () in sides[0] + sides[2]:
         raise TypeError(
-            f"the axes that a matmul sums over, and its batch axes, are of equal sizes in both operands; got lhs "
-            f"{lhs.shape} and rhs {rhs.shape}, with the dimension numbers {(contract, batch)}."
+            f"lhs and rhs must have equal sizes on summed and batch axes; got {lhs.shape} and {rhs.shape}, with the "
+            f"dimension numbers {(contract, batch)}."
         )
 
 
@@ -191,8 +191,8 @@ def _check_bias(bias: Array, rhs: Array, taken: Sequence[int]) -> None:
     free = tuple(rhs.shape[i] for i in range(rhs.ndim) if i not in taken)
     if bias.shape != free:
         raise ValueError(
-            f"a bias has the shape of the axes of rhs that are not summed over, {free}; got {bias.shape}, with an rhs "
-            f"of shape {rhs.shape}. Reshape it, or add it to the result, as with batch axes."
+            f"a bias must have the shape of the axes of rhs that are not summed over, {free}; got {bias.shape}. "
+            f"Reshape it, or add it to the result."
         )
 
 

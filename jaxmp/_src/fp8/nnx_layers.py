@@ -341,10 +341,7 @@ def _why_not(layer: Any, kind: _Kind) -> str | None:
     names = _names_in(type(layer).__call__)
     if kind.attribute in names or "super" in names or "dot_general_cls" in names:
         return None
-    return (
-        f"{type(layer).__name__}.__call__ does not use self.{kind.attribute}. Use it there, or leave the layer out by "
-        f"filter="
-    )
+    return f"{type(layer).__name__}.__call__ does not use self.{kind.attribute}. Use it there"
 
 
 def _names_in(function: Any) -> set[str]:
@@ -379,10 +376,10 @@ def _stack_of(path: str, layer: Any) -> tuple[int, ...]:
         own = tuple(layer.kernel_shape)
     shape = (layer.embedding if isinstance(layer, nnx.Embed) else layer.kernel).get_value().shape
     stack = shape[: len(shape) - len(own)]
-    if stack and shape != (*stack, *own):
+    if stack and shape != (*stack, *own):  # kernel and scales are cut alike
         raise ValueError(
-            f"a stack of layers in fp8 has its own axes first, so that kernel and scales are cut alike; got the kernel "
-            f"of {path} with shape {shape}, of layers with {own}. Make it by nnx.vmap with out_axes=0 for params."
+            f"a stack of fp8 layers must have its axes first; got the kernel of {path} with shape {shape}, of layers "
+            f"with {own}. Use nnx.vmap with out_axes=0."
         )
     return stack
 

@@ -107,6 +107,6 @@ def check(recipe: Any) -> None:
     """Raises a TypeError unless `recipe` is one."""
     if not isinstance(recipe, Recipe):
         raise TypeError(
-            f"a recipe is jaxmp.fp8.DelayedScaling(), CurrentScaling() or another one of jaxmp.fp8, or a dict "
-            f"from path patterns to them; got {recipe!r}. Layers are chosen by filter=."
+            f"a recipe must be one of jaxmp.fp8, such as DelayedScaling(), or a dict from path patterns to them; got "
+            f"{recipe!r}."
         )

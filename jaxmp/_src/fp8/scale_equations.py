@@ -73,11 +73,7 @@ def dtype_of(fp8_format: str, *, backward: bool = False) -> Any:
 
 def check_format(fp8_format: Any) -> None:
     """Raises a ValueError unless `fp8_format` is "HYBRID" or "E4M3"."""
-    if fp8_format == "E5M2":
-        raise ValueError(
-            'fp8_format "E5M2" is not offered: two bits of mantissa are too few for activations and weights. '
-            'Use "HYBRID": e5m2 for gradients, e4m3fn for the rest.'
-        )
+    # No "E5M2": two bits of mantissa are too few for activations and weights; "HYBRID" takes it for gradients.
     if fp8_format not in ("HYBRID", "E4M3"):
         raise ValueError(f'fp8_format must be "HYBRID" or "E4M3"; got {fp8_format!r}')
 

@@ -66,9 +66,7 @@ def refuse(paths: Iterable[str]) -> None:
         if is_scale(path):
             raise ValueError(
                 f"fp8 scales are moved by a recipe, not by the optimizer; got {path} in the params and no recipe for "
-                f"it. Pass recipe=, the DelayedScaling that the layers were built with, to jaxmp.mixed_precision, or "
-                f'use the policy "fp8". A recipe without scales must be that of the layer, too: '
-                f"Fp8DotGeneral(recipe=...), Fp8RaggedDot(recipe=...)."
+                f"it. Pass recipe= of its layer to jaxmp.mixed_precision."
             )
 
 
@@ -169,8 +167,7 @@ def with_scales(params: PyTree, fresh: PyTree) -> PyTree:
 def format_of(path: str) -> tuple[bool, Any, bool]:
     """(belongs to a gradient, fp8 dtype, holds log2) of the scale leaf at `path`."""
     found = _NAME.fullmatch(path)
-    if found is None:
-        raise ValueError(f"not the path of a scale leaf: {path}")
+    assert found is not None  # each caller has asked `is_scale`
     operand, fp8_format, kind = found.groups()
     return operand == "grad", formats.DTYPES[fp8_format], kind == "log2_scale"
 
@@ -249,10 +246,9 @@ def explained() -> Iterator[None]:
     except (TypeError, ValueError, AttributeError, AssertionError) as e:
         if any(word in str(e) for word in ("fp8_meta", "UndefinedPrimal")):
             e.add_note(
-                "jaxmp: fp8 scale leaves (jaxmp.fp8.is_scale) are differentiated in a dtype of their own, which has no "
-                "arithmetic. Exclude them from loss terms over all params (a penalty on their norm); slice stacked "
-                "params with lax.scan or lax.dynamic_index_in_dim, not with x[0]; and call value_and_grad inside a "
-                "shard_map(check_vma=False), not around it."
+                "jaxmp: fp8 scale leaves (jaxmp.fp8.is_scale) have no arithmetic in a loss. Leave them out of a norm "
+                "of all params; slice stacked params with lax.scan or lax.dynamic_index_in_dim, not x[0]; and call "
+                "value_and_grad inside a shard_map(check_vma=False), not around it."
             )
         raise
 
