@@ -333,5 +333,5 @@ def test_errors_of_stochastic_rounding():
     bits = jnp.zeros(2, jnp.uint32)
     with pytest.raises(TypeError, match="stochastic_round rounds float32 arrays; got float16. Cast it"):
         casting.stochastic_round(jnp.ones(2, jnp.float16), jnp.bfloat16, bits)
-    with pytest.raises(TypeError, match="bfloat16 or float32; got float8_e4m3fn. An 8-bit dtype needs a scale"):
+    with pytest.raises(TypeError, match="bfloat16 or float32; got float8_e4m3fn. For 8 bits see jaxmp.compress"):
         casting.stochastic_round(jnp.ones(2), jnp.float8_e4m3fn, bits)

@@ -122,7 +122,7 @@ def round_to(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     """
     x = jnp.asarray(x)
     if x.dtype != jnp.float32:
-        raise TypeError(f"round_to rounds float32 arrays; got {x.dtype}. Cast it with .astype(jnp.float32) first.")
+        raise TypeError(f"round_to rounds float32 arrays; got {x.dtype}. Cast it with .astype(jnp.float32).")
     info = jnp.finfo(dtype)
     if info.bits >= 32:
         return x
@@ -169,17 +169,15 @@ def stochastic_round(x: Float[Array, "..."], dtype: Any, bits: UInt[Array, "..."
     """
     x = jnp.asarray(x)
     if x.dtype != jnp.float32:
-        raise TypeError(
-            f"stochastic_round rounds float32 arrays; got {x.dtype}. Cast it with .astype(jnp.float32) first."
-        )
+        raise TypeError(f"stochastic_round rounds float32 arrays; got {x.dtype}. Cast it with .astype(jnp.float32).")
     if dtype == jnp.float32:
         return x
     if dtype == jnp.bfloat16:
         return moments.to_bfloat16(x, moments.low_bits(bits)).astype(jnp.float32)
     if dtype != jnp.float16:
         raise TypeError(
-            f"stochastic_round rounds to float16, bfloat16 or float32; got {jnp.dtype(dtype)}. An 8-bit "
-            f"dtype needs a scale: see jaxmp.compress_moments."
+            f"stochastic_round rounds to float16, bfloat16 or float32; got {jnp.dtype(dtype)}. For 8 bits see "
+            f"jaxmp.compress_moments."
         )
     info = jnp.finfo(jnp.float16)
     size = jnp.minimum(jnp.abs(x), np.float32(info.max))

@@ -59,8 +59,8 @@ def scale_gradient(x: PyTree, s: float | Float[Array, ""]) -> PyTree:
         )
     if jnp.ndim(s) != 0:
         raise ValueError(
-            f"gradients are scaled by one number; got s of shape {jnp.shape(s)}. For different scales, call "
-            f"jaxmp.scale_gradient on each leaf."
+            f"gradients are scaled by one number; got s of shape {jnp.shape(s)}. Call jaxmp.scale_gradient on each "
+            f"leaf."
         )
     s = jnp.asarray(s, jnp.float32)
 

@@ -100,9 +100,8 @@ def softmax_cross_entropy(
     expected = logits.shape[:-1] if is_class else logits.shape
     if labels.shape != expected:
         raise ValueError(
-            f"{'integer' if is_class else 'float'} labels for logits of shape {logits.shape} must have the shape "
-            f"{expected}; got {labels.shape}. Pass one integer class for each row, or floats: a distribution over the "
-            f"last axis."
+            f"{'integer' if is_class else 'float'} labels must have shape {expected}; got {labels.shape}, for logits "
+            f"of shape {logits.shape}. Pass one integer for each row, or a distribution."
         )
     with jax.named_scope("jaxmp.softmax_cross_entropy"):
         counts = _counting(logits, where)
