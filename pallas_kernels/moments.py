@@ -74,9 +74,7 @@ def codec_of(state_dtype: Any, *, signed: bool) -> Codec | None:
         return Codec("int8", 127.0, 2) if signed else Codec("uint8", 255.0, 4)
     if name in ("float8_e4m3fn", "float8_e5m2"):
         return Codec(name, float(jnp.finfo(name).max), 1 if signed else 2)
-    raise ValueError(
-        f"state_dtype must be float32, bfloat16, int8 (companded blocks), float8_e4m3fn or float8_e5m2; got {name}"
-    )
+    raise ValueError(f"state_dtype must be float32, bfloat16, int8, float8_e4m3fn or float8_e5m2; got {name}")
 
 
 def codec_for(stored: str, *, signed: bool) -> Codec | None:
@@ -179,9 +177,8 @@ def _underived(scales: Float[Array, "..."]) -> Float[Array, "..."]:
 @_underived.defjvp
 def _(primals: Any, tangents: Any) -> NoReturn:
     raise TypeError(
-        "moments in 8 bits are integers and have no derivative; got a derivative through several steps of an optimizer "
-        "that keeps them. Keep the moments in float32 or bfloat16 (compress_moments, state_dtype=) in a function that "
-        "is differentiated through training, or stop there: jax.lax.stop_gradient(opt_state)."
+        "moments in 8 bits have no derivative; got one through several steps. Use state_dtype=jnp.float32, or "
+        "jax.lax.stop_gradient(opt_state)."
     )
 
 

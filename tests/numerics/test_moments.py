@@ -233,7 +233,7 @@ def test_which_leaves_take_scales():
 
 def test_an_unknown_dtype():
     for dtype in ("float16", "int16", "uint8"):
-        with pytest.raises(ValueError, match=f"state_dtype must be float32, bfloat16, int8 .*e5m2; got {dtype}"):
+        with pytest.raises(ValueError, match=f"state_dtype must be float32, bfloat16, int8, .*e5m2; got {dtype}"):
             moments.codec_of(dtype, signed=True)
 
 
