@@ -11,6 +11,5 @@ def load(module: str, *, extra: str) -> Any:
     except ImportError as e:
         package = module.partition(".")[0]
         raise ImportError(
-            f"this needs the package {package}, which is not installed ({e}). Install jaxmp with its extra: "
-            f"pip install 'jaxmp[{extra}]'."
+            f"this needs the package {package}, which is not installed ({e}). Run pip install 'jaxmp[{extra}]'."
         ) from e

@@ -71,8 +71,8 @@ def patterns_of(given: str | Iterable[str]) -> tuple[str, ...]:
     for pattern in found:
         if not isinstance(pattern, str):
             raise TypeError(
-                f'path patterns must be text or a list of texts, such as "head" or ("*norm*", "*ema_*"); got '
-                f'{pattern!r}. Name the paths; "*" fits all of them.'
+                f'path patterns must be text or a list of texts, such as "head" or ("*norm*",); got {pattern!r}. "*" '
+                f"fits all."
             )
     return found
 
@@ -115,8 +115,7 @@ def warn_of_idle(argument: str, patterns: str | Iterable[str], paths: Iterable[s
         hint = f" Close to it: {', '.join(map(repr, close))}." if close else ""
         warn(
             "pattern-fits-nothing",
-            f"{argument}: the pattern {pattern!r} fits no {of}.{hint} Paths here: {shown}. A pattern fits a whole "
-            f"path or its last components; see docs/how-to/precision/patterns.md.",
+            f"{argument}: the pattern {pattern!r} fits no {of}.{hint} Paths here: {shown}.",
         )
     return bool(idle)
 
@@ -218,8 +217,7 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
         path = path_str(key_path)
         if path in found:
             raise ValueError(
-                f"leaves must have different paths, by which jaxmp knows them; got two at {path}. Rename one, or take "
-                f"the / out of a name."
+                f"leaves must have different paths; got two at {path}. Rename one, or take the / out of a name."
             )
         found[path] = x
     return found
@@ -307,7 +305,6 @@ def check_no_broadcast(grads: Any, params: Any) -> None:
 
 def _raise_of_shapes(path: str, shape: Any, of_param: Any) -> NoReturn:
     raise ValueError(
-        f"grads and params must have the same shapes; got {shape} and {of_param} at {path}. Where params are cut over "
-        f"devices, grads are cut the same way (jaxmp.fsdp.reduce_gradients), and tx.init takes them padded "
-        f"(jaxmp.fsdp.pad)."
+        f"grads and params must have the same shapes; got {shape} and {of_param} at {path}. For FSDP see "
+        f"jaxmp.fsdp.pad and jaxmp.fsdp.reduce_gradients."
     )
