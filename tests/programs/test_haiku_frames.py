@@ -90,7 +90,7 @@ def test_a_change_of_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         frame.state = {"norm": {"mean": y.mean(0)}}
         return y
 
-    with pytest.raises(ValueError, match=r"autocast inside of hk.transform .* changed norm/mean. Wrap the transformed"):
+    with pytest.raises(ValueError, match=r"autocast in hk.transform .* got norm/mean changed. Call autocast.f"):
         jaxmp.autocast(with_state, jnp.bfloat16)(X)
     frame.is_inside = False
     assert jaxmp.autocast(model, jnp.bfloat16)(frame, X).dtype == jnp.bfloat16

@@ -44,9 +44,8 @@ def call(fn: Callable[..., Any], transform: Callable[..., Any], args: Any, kwarg
     for path, x in jax.tree_util.tree_leaves_with_path(haiku.get_current_state()):
         if before.get(path) is not x:
             raise ValueError(
-                f"{what} inside of hk.transform traces a function, which may read haiku's state but not change it; it "
-                f"changed {jax.tree_util.keystr(path, simple=True, separator='/')}. Wrap the transformed function: "
-                f"{what}(f.apply, ...) with f = hk.transform_with_state."
+                f"{what} in hk.transform must not change state; got "
+                f"{jax.tree_util.keystr(path, simple=True, separator='/')} changed. Call {what}(f.apply, ...) outside."
             )
     return out
 
