@@ -506,5 +506,5 @@ def test_explain_of_auto_axes() -> None:
     with jax.set_mesh(regimes.mesh_of(AxisType.Explicit)):
         fn = jax.sharding.auto_axes(chain, out_sharding=jax.P(regimes.AXIS, None))
         assert jaxmp.explain_autocast(fn, x, dtype=BF16).summary() == "matmul FLOPs: 100.0% in bfloat16"
-        with pytest.raises(ValueError, match="axes keep their types; got one that calls jax.sharding.auto_axes"):
+        with pytest.raises(ValueError, match="axes that keep their types; got a call of jax.sharding.auto_axes"):
             jaxmp.explain_autocast(fn, x, dtype=BF16, measure=True)

@@ -18,7 +18,7 @@ from jaxmp._src.base import ambient
 from matmul_dtypes import matmuls
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
-NOTHING = "in which nothing of these ran, so nothing was cast"
+NOTHING = "in which none ran. Write jaxmp.autocast"
 
 
 @contextlib.contextmanager

@@ -324,8 +324,8 @@ ERRORS = {
     "device_type": (lambda: jaxmp.autocast(device_type="cuda"), TypeError, "unexpected keyword argument 'device_type'"),
     "misspelt": (lambda: jaxmp.autocast(dtpye=jnp.float16), TypeError, "unexpected keyword argument 'dtpye'"),
     "refused name": (lambda: jaxmp.autocast("16-true"), ValueError, "'16-true' means .*'fp16'"),
-    "fp8 format": (lambda: jaxmp.autocast("e4m3"), ValueError, "fp8 needs scales"),
-    "lists": (lambda: jaxmp.autocast("fp16", allow=("expp",)), ValueError, "allow holds 'expp'"),
+    "fp8 format": (lambda: jaxmp.autocast("e4m3"), ValueError, "For fp8 use jaxmp.fp8.autocast"),
+    "lists": (lambda: jaxmp.autocast("fp16", allow=("expp",)), ValueError, "allow must hold names .*got 'expp'"),
 }
 
 

@@ -311,7 +311,7 @@ def make_lists(
     for argument, names in (("allow", allow), ("force_fp32", force_fp32), ("widest", widest)):
         if isinstance(names, str):
             raise TypeError(
-                f"autocast: {argument} must be a collection of names, got the string {names!r}. Write ({names!r},)"
+                f"autocast: {argument} must be a collection of names; got the string {names!r}. Write ({names!r},)"
             )
         for name in names:
             _check_name(argument, name)
@@ -321,8 +321,8 @@ def make_lists(
     if dtype == jnp.float32:
         if any(d != jnp.float32 for _, d in others):
             raise ValueError(
-                f"autocast: dtype float32 is off, so modules={modules!r} would change nothing. Give dtype= the 16-bit "
-                f'dtype and float32 to the rest: modules={{"head": jnp.bfloat16, "*": jnp.float32}}.'
+                f"autocast: dtype must be 16-bit beside modules={modules!r}; got float32. Pass dtype=jnp.bfloat16, and "
+                f'"*": jnp.float32 in modules.'
             )
         return OFF
     to = {group: frozenset(n for n, g in moved.items() if g == group) for group in ("allow", "force_fp32", "widest")}
@@ -344,17 +344,15 @@ def check_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
     try:
         given = jnp.dtype(formats.DTYPES.get(str(dtype), dtype))
     except TypeError:
-        raise ValueError(f"autocast: dtype must be float16, bfloat16 or float32 (off), got {dtype!r}") from None
+        raise ValueError(f"autocast: dtype must be float16, bfloat16 or float32 (off); got {dtype!r}") from None
     if given in FLOATS:
         return given
     if given.name.startswith("float8"):
         raise ValueError(
-            f"autocast: dtype must be float16, bfloat16 or float32 (off), got {given.name}: fp8 needs scales, which "
-            f"layers hold. Use jaxmp.fp8.autocast (docs/how-to/precision/fp8.md), which goes together with this one, "
-            f"or recipe=jaxmp.fp8.CurrentScaling() beside a dtype of 16 bits."
+            f"autocast: dtype must be float16, bfloat16 or float32 (off); got {given.name}. For fp8 use "
+            f"jaxmp.fp8.autocast."
         )
-    why = ": it is wider than float32, and most accelerators have none of it" if given == np.float64 else ""
-    raise ValueError(f"autocast: dtype must be float16, bfloat16 or float32 (off), got {given.name}{why}")
+    raise ValueError(f"autocast: dtype must be float16, bfloat16 or float32 (off); got {given.name}")
 
 
 def _known_names() -> frozenset[str]:
@@ -370,8 +368,7 @@ def _check_name(argument: str, name: str) -> None:
     close = difflib.get_close_matches(str(name), known, n=3)
     hint = f" Close to it: {', '.join(close)}." if close else ""
     raise ValueError(
-        f"autocast: {argument} holds {name!r}, which is neither a primitive of jax.lax nor a function known here.{hint}"
-        f" jaxmp.explain_autocast(fn, *args) lists the names in a function."
+        f"autocast: {argument} must hold names that jaxmp.explain_autocast(fn, *args) lists; got {name!r}.{hint}"
     )
 
 
@@ -381,4 +378,4 @@ _DEVICES = ("cuda", "cpu", "gpu", "tpu", "xpu", "mps")
 def check_no_device(what: str, given: Any) -> None:
     """Raises a TypeError for `GradScaler("cuda")` and the like."""
     if isinstance(given, str) and given in _DEVICES:
-        raise TypeError(f"{what} takes no device: JAX knows where its arrays are; got {given!r}. Leave it out.")
+        raise TypeError(f"{what} takes no device; got {given!r}. Leave it out.")

@@ -220,8 +220,8 @@ def measure(
     types = {kind for aval in results for kind in aval.sharding.mesh.axis_types}
     if {AxisType.Auto, AxisType.Explicit} <= types:  # one by one, operations run on arrays of one kind
         raise ValueError(
-            "explain_autocast: measure=True runs a function on a mesh whose axes keep their types; got one that calls "
-            "jax.sharding.auto_axes or explicit_axes. Measure it without a mesh, or the function inside."
+            "measure=True needs mesh axes that keep their types; got a call of jax.sharding.auto_axes or "
+            "explicit_axes. Measure the function inside."
         )
     measurement = Measurement(lists.dtype or jnp.bfloat16)
     measurement.run(closed, given)

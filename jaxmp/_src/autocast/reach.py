@@ -60,8 +60,6 @@ def warn_if_idle(region: Region) -> None:
     name = dtype.name
     warn(
         "autocast-reached-nothing",
-        f"a region of autocast reaches the linen and haiku modules that are called in it, and the losses of "
-        f"jaxmp.value_and_grad; got a `with jaxmp.autocast(...)` for {name} in which nothing of these ran, so nothing "
-        f"was cast. Transform what you call: jaxmp.autocast(model, jnp.{name})(x), with an nnx or equinox module or "
-        f"any function; under jax.jit, inside: jax.jit(jaxmp.autocast(fn, jnp.{name})).",
+        f"a region of autocast reaches linen and haiku modules, and losses of jaxmp.value_and_grad; got a `with "
+        f"jaxmp.autocast(...)` for {name} in which none ran. Write jaxmp.autocast(model, jnp.{name})(x).",
     )
