@@ -183,7 +183,7 @@ def test_padding_is_not_saved_and_follows_the_devices(kind, tmp_path):
         assert_moved(on_host(jaxmp.fsdp.trim((params, opt_state), layout)), on_host(before))
         assert_moved(on_host(params), on_host(jaxmp.fsdp.pad(before[0], layout)))
     wrong = saved(tmp_path / "padded", params, opt_state)
-    with pytest.raises(ValueError, match=r"params/a has shape .* \(what jaxmp.fsdp padded needs layout= in save"):
+    with pytest.raises(ValueError, match=r"params/a has shape .* \(pass layout= of jaxmp.fsdp to save"):
         restored(wrong, tx, jaxmp.fsdp.pad(before[0], on(3)[0]))
 
 
@@ -475,7 +475,7 @@ def test_a_loss_scale_of_another_kind_is_an_error(tmp_path):
             if new == old:
                 assert_moved(restored(tmp_path / old, tx[new], params).opt_state, tx[old].init(params))
                 continue
-            with pytest.raises(ValueError, match="opt_state has a loss scale of .* then convert"):
+            with pytest.raises(ValueError, match="opt_state has a loss scale of .* then call jaxmp.checkpoint.convert"):
                 restored(tmp_path / old, tx[new], params)
 
 

@@ -159,8 +159,8 @@ def _scaling(old: Any, new: Any) -> Any:
     is_scale = not isinstance(old, states.NoLossScaleState) and isinstance(old, type(new)) and _alike(old, new)
     if is_scale and 0 < float(old.loss_scale) < np.inf:
         return type(new)(*old)
-    start = f"starts from {float(new.loss_scale)} as in a new run, so the first steps may be skipped"
-    told = f"the old job has no loss scale of this kind that is positive and finite; the scale {start}."
+    start = f"the scale starts from {float(new.loss_scale)}"
+    told = f"the old job has no loss scale of this kind that is positive and finite; {start}."
     warn("loss-scale-starts-again", told)
     return new
 

@@ -251,7 +251,7 @@ def restore(
     if tx is not None and not refused and record["loss_scales"] != (kinds := _loss_scales_of(like["opt_state"])):
         refused = f"opt_state has a loss scale of {record['loss_scales']} in the checkpoint and {kinds} in the job"
     if refused:
-        how = "In another precision, or with another loss scale, restore with the optimizer that saved, then convert"
+        how = "Restore with the optimizer that saved, then call jaxmp.checkpoint.convert"
         raise ValueError(f"a checkpoint must be of this model and this optimizer; {refused}. {how}.")
     if tx is not None and any(names[0] == "params" for names in missing):
         # A param that starts fresh has no state of before, also where a shape is the same by chance.
@@ -399,7 +399,7 @@ def _misfit(saved: Any, like: Any) -> tuple[str | None, bool]:
     dtype = like.dtype if hasattr(like, "dtype") else np.result_type(type(like))
     keys = [jnp.issubdtype(x, jax.dtypes.prng_key) for x in (saved.dtype, dtype)]
     if saved.shape != np.shape(like) and keys[0] == keys[1]:
-        hint = "what jaxmp.fsdp padded needs layout= in save and restore; take pmap's replicas off before a save"
+        hint = "pass layout= of jaxmp.fsdp to save and restore; take pmap's replicas off before a save"
         return f"has shape {saved.shape} in the checkpoint and {np.shape(like)} in the job ({hint})", False
     # A number of Python is saved with 64 bits, and may come back as an array, or go the other way.
     is_number = saved.shape == () and (not hasattr(like, "dtype") or saved.dtype in (np.int64, np.float64))
