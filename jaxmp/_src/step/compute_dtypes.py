@@ -45,56 +45,53 @@ class Found(NamedTuple):
     only_short: bool
 
 
-class Derivative(NamedTuple):
-    """The derivative of a loss, as it was traced.
+def warn_of_wide(
+    pullback: Any,
+    value: Any,
+    params: PyTree,
+    policy: Policy | None,
+    opt_state: Any,
+    *,
+    has_fp8: bool,
+    fp8_matmuls: int,
+) -> bool:
+    """Warns of a loss that does not compute as its params or its policy say. Returns whether it did.
 
-    Attributes:
+    Args:
       pullback, value: from `jax.vjp` of the scaled loss.
       params: what it was differentiated with respect to.
+      policy: the one in force, or None.
+      opt_state: holds the loss scale.
       has_fp8: whether the params hold fp8 scales.
       fp8_matmuls: how many were noted while the loss was traced.
     """
-
-    pullback: Any
-    value: Any
-    params: PyTree
-    has_fp8: bool
-    fp8_matmuls: int
-
-
-def warn_of_wide(derivative: Derivative, policy: Policy | None, opt_state: Any) -> bool:
-    """Warns of a loss that does not compute as its params or its policy say. Returns whether it did."""
     lists = regions.current()
     is_off = lists is not None and lists.dtype is None  # float32 is what the user wants
     # What has fp8 scales warns of them itself.
-    of_low = states.computes_low(opt_state) and not derivative.has_fp8
-    param_dtypes = {x.dtype for x in jax.tree.leaves(derivative.params) if getattr(x, "dtype", None) in _LOW}
+    of_low = states.computes_low(opt_state) and not has_fp8
+    param_dtypes = {x.dtype for x in jax.tree.leaves(params) if getattr(x, "dtype", None) in _LOW}
     wants_low = not is_off and (policy.computes_in_16_bits if policy is not None else bool(param_dtypes) or of_low)
     wants_fp8 = policy is not None and policy.recipe is not None and not is_off
     looks_for_float16 = not states.may_scale(opt_state) and _F16 not in param_dtypes
     if not (wants_low or wants_fp8 or looks_for_float16):
         return False
-    found = look_into(compat.linear_jaxpr(derivative.pullback))
+    found = look_into(compat.linear_jaxpr(pullback))
     exact = None
-    if wants_fp8 and not derivative.fp8_matmuls and not found.fp8:
-        exact = _look_into_backward(derivative)
+    if wants_fp8 and not fp8_matmuls and not found.fp8:
+        exact = _look_into_backward(pullback, value)
         if exact.matmuls and not exact.fp8:
             warn("nothing-in-fp8", _NO_FP8)
             return True
     is_told = policy is not None or lists is not None  # then autocast itself keeps short products in float32
-    may_be_low = wants_low and not derivative.fp8_matmuls and not (is_told and found.only_short)
+    may_be_low = wants_low and not fp8_matmuls and not (is_told and found.only_short)
     if may_be_low and not any(d.itemsize < 4 for d in found.matmuls):
-        exact = exact or _look_into_backward(derivative)
+        exact = exact or _look_into_backward(pullback, value)
         if exact.matmuls and not any(d.itemsize < 4 for d in exact.matmuls | exact.hidden):
-            said = (
-                f"the policy says {policy.compute_dtype.name}"
-                if policy is not None
-                else (
-                    f"the params are {' and '.join(sorted(d.name for d in param_dtypes))}"
-                    if param_dtypes
-                    else "the policy of the optimizer computes in 16 bits (or a shared loss scale is for them)"
-                )
-            )
+            said = "the policy of the optimizer computes in 16 bits (or a shared loss scale is for them)"
+            if policy is not None:
+                said = f"the policy says {policy.compute_dtype.name}"
+            elif param_dtypes:
+                said = f"the params are {' and '.join(sorted(d.name for d in param_dtypes))}"
             warn("nothing-in-16-bits", f"{said}, but {_NO_LOW if policy is None else _NO_LOW_POLICY}")
             return True
     if looks_for_float16 and _F16 in found.matmuls | found.hidden:
@@ -108,10 +105,9 @@ def warn_of_wide(derivative: Derivative, policy: Policy | None, opt_state: Any) 
     return False
 
 
-def _look_into_backward(derivative: Derivative) -> Found:
-    value = derivative.value
+def _look_into_backward(pullback: Any, value: Any) -> Found:
     one = compat.as_varying(jnp.ones_like(value), tuple(compat.varying_axes(value)))
-    return look_into(jax.make_jaxpr(derivative.pullback)(one))
+    return look_into(jax.make_jaxpr(pullback)(one))
 
 
 _F16 = np.dtype(np.float16)

@@ -218,8 +218,8 @@ def scaled_value_and_grad(
                 if check is not None:
                     check(pullback, value)
                 if not is_warned and not calibrates:
-                    derivative = compute_dtypes.Derivative(pullback, value, own_params, fp8.is_used, notes.fp8_matmuls)
-                    is_warned = compute_dtypes.warn_of_wide(derivative, policy, opt_state)
+                    noted = {"has_fp8": fp8.is_used, "fp8_matmuls": notes.fp8_matmuls}
+                    is_warned = compute_dtypes.warn_of_wide(pullback, value, own_params, policy, opt_state, **noted)
                 one = compat.as_varying(jnp.ones_like(value), tuple(compat.varying_axes(value)))
                 return pullback(one)[0], aux
 
