@@ -18,7 +18,7 @@ Nothing here changes a result. With `when=False`, the compiled program does not 
 | How large are the values of each tensor? (inside jit) | `tensor_stats`, `watch_activations`, `step_stats` |
 | What is wrong with this run? (on the host) | `Monitor`, `MonitorWarning` |
 | How do I watch it in a notebook? | `LiveMonitor` |
-| How do I log it, or report a run? | `log_metrics`, `write_report` |
+| How do I log it? | `log_metrics` |
 | How do I draw it? | `plot_loss_and_scale`, `plot_exponents`, `plot_fp8`, `plot_layers` |
 | Which leaf, which operation is not finite? | `first_nonfinite`, `first_bad_op` |
 """
@@ -35,6 +35,5 @@ from jaxmp._src.monitor.plots import (
     plot_layers as plot_layers,
     plot_loss_and_scale as plot_loss_and_scale,
 )
-from jaxmp._src.monitor.report import write_report as write_report
 from jaxmp._src.monitor.step_stats import step_stats as step_stats
 from jaxmp._src.monitor.tensor_stats import tensor_stats as tensor_stats

@@ -67,7 +67,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "monitor": {
         "Statistics inside a step": ("step_stats", "tensor_stats", "watch_activations"),
-        "Watching a run": ("Monitor", "LiveMonitor", "MonitorWarning", "log_metrics", "write_report"),
+        "Watching a run": ("Monitor", "LiveMonitor", "MonitorWarning", "log_metrics"),
         "Pictures": ("plot_loss_and_scale", "plot_exponents", "plot_layers", "plot_fp8"),
         "What is not finite": ("first_nonfinite", "first_bad_op"),
     },

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from helpers import assert_within_ulps
-from jaxmp.monitor import Monitor, watch_activations
+from jaxmp.monitor import watch_activations
 from regimes import AXIS, mesh_of
 
 # What depends on a version of jax is in test_tensor_stats.py and test_taps.py. Tests share compiled functions.
@@ -63,38 +63,6 @@ def test_modules_in_the_order_of_computation():
         np.testing.assert_allclose(stats[block]["amax"], np.abs(finite).max(initial=0.0), rtol=2e-2)
         assert stats[block]["nonfinite"] == np.mean(~np.isfinite(seen))
     assert not np.isfinite(out) and not np.isfinite(loss_fn(PARAMS, X))  # a factor of 6e4 overflows
-
-
-def test_the_module_that_overflows_is_named_first():
-    monitor = Monitor(warn=False)
-    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16")
-    opt_state, params = tx.init(PARAMS), jaxmp.get_policy("fp16").cast_to_param(PARAMS)
-
-    @jax.jit
-    def step(params, opt_state, x):
-        watched = watch_activations(loss_fn)
-        (loss, activations), grads = jaxmp.value_and_grad(watched, has_aux=True)(params, x, opt_state=opt_state)
-        stats = jaxmp.monitor.step_stats(grads, opt_state, params, activations=activations, histogram=False)
-        return loss, stats
-
-    loss, stats = step(params, opt_state, X)
-    assert not np.isfinite(loss)
-    monitor.update(0, {"skipped": 1.0}, loss=loss, stats=stats)
-    (finding,) = monitor.finish()
-    assert (finding.kind, finding.path) == ("overflow", "activations/middle")
-    assert "A loss scale cannot fix a forward pass" in finding.message
-
-
-def test_an_activation_that_comes_near_the_end_of_float16_is_named_before_it_overflows():
-    stats = jaxmp.monitor.step_stats({}, (), {})
-    params = PARAMS | {"zebra": {"up": {"kernel": np.full((4, 4), 5000.0, np.float32)}}}
-    _, seen = jax.jit(watch_activations(loss_fn, filter=("zebra/*",)))(params, np.ones_like(X))
-    monitor = Monitor(warn=False)
-    for i in range(3):
-        monitor.update(i, {"skipped": 0.0}, stats=stats._replace(activations=seen))
-    found = {(f.kind, f.path) for f in monitor.finish() + monitor.findings}
-    assert ("near_overflow", "activations/zebra/up") in found
-    assert not any(kind == "overflow" for kind, _ in found)
 
 
 @pytest.mark.thorough(1)
@@ -212,5 +180,5 @@ def test_a_filter_that_matches_nothing_warns():
 
 
 def test_what_is_no_function_is_refused():
-    with pytest.raises(TypeError, match="takes the function itself, loss_fn, not its result"):
+    with pytest.raises(TypeError, match="fn must be a function; got ArrayImpl. Pass loss_fn itself, not its result"):
         watch_activations(jnp.ones(()))  # pyright: ignore[reportArgumentType]

@@ -70,9 +70,7 @@ def watch_activations(
     """
 
     if not callable(fn):
-        raise TypeError(
-            f"watch_activations takes the function itself, loss_fn, not its result; got {type(fn).__name__}"
-        )
+        raise TypeError(f"fn must be a function; got {type(fn).__name__}. Pass loss_fn itself, not its result.")
     when = tensor_stats.checked_when(when)
 
     @functools.wraps(fn)

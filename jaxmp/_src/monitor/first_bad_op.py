@@ -8,21 +8,28 @@ reaches a result of the function. The first that counts, in the order of the pro
 Calls, branches and loops first run as a whole. Only if their results are not finite, the search goes inside by the same
 rules, in a loop iteration by iteration. Values are freed after their last reader, so the search needs as much memory as
 the function without jit, and a little time for each operation: seconds for a model of a few thousand operations.
+
+For each operation, a jaxpr keeps the traceback of its Python code and a name stack, into which flax writes the names of
+its modules, and autodiff the backward pass. The operation that is named runs again with its narrow floats in float32,
+to find the result that it would have with more range.
 """
 
+import dataclasses
 import functools
+import linecache
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jaxmp._src.monitor import bad_operation, nonfinite
-from jaxmp._src.monitor.bad_operation import Place
-from jaxmp._src.programs import array_functions, flax_modules, jaxprs
+from jaxmp._src.base import warn
+from jaxmp._src.monitor import nonfinite
+from jaxmp._src.programs import array_functions, flax_modules, jaxprs, module_paths
 
+_DTYPES = ("preferred_element_type", "new_dtype")  # parameters of primitives that name a result's dtype
 _ENTERED = jaxprs.CALLS | jaxprs.CONTROL_FLOW
 _MOST_WALKS = 3  # iterations of one loop that are searched; the first that turns bad has the answer
 Taint = frozenset[int]  # the origins of a value, by number; empty if it is finite
@@ -31,7 +38,112 @@ _NOTES = {1: "makes NaN from inf", 2: "an operand is infinite from the start: a 
 _COMPILED = "its result is not finite when compiled as one program; operation by operation it is finite"
 
 
-def first_bad_op(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bad_operation.BadOp | None:
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An operand of an operation.
+
+    Attributes:
+      dtype: its dtype.
+      shape: its shape.
+      amax: its largest finite magnitude; NaN if there is none.
+      finite: whether all of it is finite.
+
+    Example:
+      >>> print(Operand("float16", (2, 3), 6e4, True))
+      float16[2,3], amax 60000
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    amax: float
+    finite: bool
+
+    def __str__(self) -> str:
+        text = f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        if not np.isnan(self.amax):
+            text += f", amax {self.amax:.6g}"
+        return text if self.finite else f"{text}, and inf or NaN"
+
+
+@dataclasses.dataclass(frozen=True)
+class BadOp:
+    """An operation whose result is not finite although its operands are.
+
+    Attributes:
+      primitive: jax's name of it; "argument" if an argument itself is not finite, and `module` is its path; "constant"
+        for a result that no operation computes, and `module` is its number.
+      module: path of the flax module, the same as of its params (`block_1/Dense_0`), or of the named scope; "" at the
+        top.
+      backward: whether it belongs to the backward pass.
+      source: the line of the user's code, as `file:line (function)`; "" if there is none.
+      iterations: the iteration of each loop around it, outermost first.
+      operands: its operands.
+      dtype: dtype of the result.
+      shape: shape of the result.
+      first: its first bad element, as from `first_nonfinite`: `index`, `value`, `count`, `size`.
+      limit: the largest finite number of the dtype.
+      float32_amax: the largest magnitude of the result with operands and result in float32, perhaps inf or NaN; None
+        if it was float32 already, or cannot run in float32.
+      note: a remark, or "".
+
+    Example:
+      >>> import jax.numpy as jnp, jaxmp
+      >>> found = jaxmp.monitor.first_bad_op(lambda x: jnp.sum(x * x), jnp.full(2, 300.0, jnp.float16))
+      >>> found.primitive, found.dtype, found.first.index, found.float32_amax
+      ('mul', 'float16', (0,), 90000.0)
+    """
+
+    primitive: str
+    module: str
+    backward: bool
+    source: str
+    iterations: tuple[int, ...]
+    operands: tuple[Operand, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    first: nonfinite.NonFinite
+    limit: float
+    float32_amax: float | None
+    note: str = ""
+
+    def where(self) -> str:
+        """The operation in a few words."""
+        if self.primitive in ("argument", "constant"):
+            return f"{self.primitive} {self.first}"
+        way = "backward" if self.backward else "forward"
+        loops = "".join(f", iteration {i}" for i in self.iterations)
+        return f"{self.primitive} in {self.module or '(top)'} ({way}{loops})"
+
+    @property
+    def code(self) -> str:
+        """The text of the line at `source`; "" if it cannot be read."""
+        file, _, rest = self.source.rpartition(":")
+        number = rest.split(" ")[0]
+        return linecache.getline(file, int(number)).strip() if number.isdigit() else ""
+
+    def __str__(self) -> str:
+        if self.primitive in ("argument", "constant"):
+            return self.where()
+        index = f"[{', '.join(map(str, self.first.index))}]" if self.first.index else ""
+        lines = [self.where(), *([f"  at {self.source}"] if self.source else [])]
+        lines += [f"    {self.code}"] if self.code else []
+        lines += [f"  takes {x}" for x in self.operands]
+        lines.append(
+            f"  gives {self.dtype}[{','.join(map(str, self.shape))}], {self.first.value} first at {index or '[]'}, "
+            f"{self.first.count} of {self.first.size} values not finite"
+        )
+        if self.float32_amax is not None and np.isfinite(self.float32_amax):
+            times = self.float32_amax / self.limit
+            lines.append(
+                f"  in float32 its largest is {self.float32_amax:.6g}; {self.dtype} ends at {self.limit:.6g}"
+                + (f" ({times:.3g} times beyond)" if times >= 1.01 else "")
+            )
+        elif self.float32_amax is not None:
+            lines.append(f"  in float32 it gives {self.float32_amax} too: the range of {self.dtype} is not the cause")
+        return "\n".join([*lines, *([f"  {self.note}"] if self.note else [])])
+
+
+def first_bad_op(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> BadOp | None:
     """The first operation of `fn(*args, **kwargs)` that makes inf or NaN which reaches a result.
 
     Runs the function operation by operation, outside of jit. To search a backward pass, pass the function that contains
@@ -65,31 +177,47 @@ def first_bad_op(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bad_opera
             continue
         wide = nonfinite.as_wide(np.asarray(x))
         rank = 0.5 if np.all(np.isfinite(wide) | (wide == -np.inf)) else 0  # a mask is no fault beside an overflow
-        taints.append(walker.add(bad_operation.of_value("argument", x, bad), rank))
+        taints.append(walker.add(_of_value("argument", x, bad), rank))
     values = [jnp.asarray(x) for x in inputs.values]
-    of_results = zip(jaxpr.outvars, walker.run((jaxpr, consts), values, taints, Place()), strict=True)
+    of_results = zip(jaxpr.outvars, walker.run((jaxpr, consts), values, taints, _Place()), strict=True)
     if reached := frozenset().union(*(taint for v, taint in of_results if not _is_no_float(v.aval))):
         return walker.origins[min(reached, key=lambda i: (walker.ranks[i], i))]
     known = dict(zip(jaxpr.constvars, consts, strict=True))
     constants = [v.val if isinstance(v, core.Literal) else known.get(v, 0.0) for v in jaxpr.outvars]
     bad = nonfinite.first_nonfinite(dict(enumerate(constants)))
-    return bad and bad_operation.of_value("constant", np.asarray(constants[int(bad.path)]), bad)
+    return bad and _of_value("constant", np.asarray(constants[int(bad.path)]), bad)
+
+
+class _Place(NamedTuple):
+    """The place of a function: the whole one, or one inside."""
+
+    stack: str = ""  # the name stacks of the equations around it
+    source: str = ""  # the innermost of their lines in the user's code
+    iterations: tuple[int, ...] = ()  # of the loops around it
+
+    def inside(self, eqn: Any) -> "_Place":
+        """The place of an equation, or of the function inside it."""
+        stack = module_paths.join(self.stack, str(eqn.source_info.name_stack))
+        traceback, others = eqn.source_info.traceback, warn.folders_between()
+        frames = (f for f in (traceback.frames if traceback else ()) if not f.file_name.startswith(others))
+        line = next((f"{f.file_name}:{f.line_num} ({f.function_name})" for f in frames), self.source)
+        return _Place(stack, line, self.iterations)
 
 
 class _Walker:
     """The origins found so far, and the walk through a program that finds them."""
 
     def __init__(self) -> None:
-        self.origins: list[bad_operation.BadOp] = []
+        self.origins: list[BadOp] = []
         # 0: from finite numbers; 0.5: an argument with -inf; 1: NaN from inf; 2: only from an infinite constant
         self.ranks: list[float] = []
 
-    def add(self, origin: bad_operation.BadOp, rank: float) -> Taint:
+    def add(self, origin: BadOp, rank: float) -> Taint:
         self.origins.append(origin)
         self.ranks.append(rank)
         return frozenset({len(self.origins) - 1})
 
-    def run(self, function: Any, values: list[Any], taints: list[Taint], place: Place) -> list[Taint]:
+    def run(self, function: Any, values: list[Any], taints: list[Taint], place: _Place) -> list[Taint]:
         """Runs a function equation by equation; returns the taints of its results."""
         jaxpr, consts = function
         given = zip((*consts, *values), (*[_NONE] * len(consts), *taints), strict=True)
@@ -114,7 +242,7 @@ class _Walker:
         return [read(v)[1] for v in jaxpr.outvars]
 
     def taints_of(
-        self, eqn: Any, operands: list[Any], tainted: list[Taint], results: list[Any], place: Place
+        self, eqn: Any, operands: list[Any], tainted: list[Taint], results: list[Any], place: _Place
     ) -> list[Taint]:
         severities = _severities(results)
         inherited = frozenset().union(*tainted)
@@ -138,14 +266,28 @@ class _Walker:
                 fresh = functools.reduce(lambda bad, x: bad & jnp.isfinite(nonfinite.as_wide(x)), floats, bad)
                 bad, rank = (fresh, 0) if fresh.any() else (bad, rank)  # bad elements that come from finite ones
             if rank < 2 or not inherited:
-                note = _COMPILED if is_entered else _NOTES.get(rank, "")
-                origin = bad_operation.describe(eqn, operands, results, i, place, bad, note)
+                result, at = results[i], place.inside(eqn)
+                module = module_paths.path_of(at.stack)
+                origin = BadOp(
+                    primitive=eqn.primitive.name,
+                    module=module,
+                    backward=module_paths.is_backward(at.stack),
+                    source=at.source,
+                    iterations=at.iterations,
+                    operands=tuple(_operand(x) for x in operands),
+                    dtype=str(result.dtype),
+                    shape=tuple(result.shape),
+                    first=nonfinite.first_of(module, result, bad),
+                    limit=float(jnp.finfo(result.dtype).max),
+                    float32_amax=_float32_amax(eqn, operands, i),
+                    note=_COMPILED if is_entered else _NOTES.get(rank, ""),
+                )
                 found.append(inherited | self.add(origin, rank))
             else:
                 found.append(inherited)
         return found
 
-    def inside(self, eqn: Any, operands: list[Any], tainted: list[Taint], place: Place) -> list[Taint]:
+    def inside(self, eqn: Any, operands: list[Any], tainted: list[Taint], place: _Place) -> list[Taint]:
         """The taints of the results of an equation that calls, branches or loops."""
         functions, name = jaxprs.functions_of(eqn), eqn.primitive.name
         if name == "scan":
@@ -157,7 +299,7 @@ class _Walker:
             which, operands, tainted = int(np.clip(operands[0], 0, len(functions) - 1)), operands[1:], tainted[1:]
         return self.run(functions[which], operands, tainted, place.inside(eqn))
 
-    def scan(self, eqn: Any, body: Any, operands: list[Any], tainted: list[Taint], place: Place) -> list[Taint]:
+    def scan(self, eqn: Any, body: Any, operands: list[Any], tainted: list[Taint], place: _Place) -> list[Taint]:
         n_consts, n_carry = jaxprs.scan_counts(eqn)
         start, length = n_consts + n_carry, eqn.params["length"]
         carry, taints = operands[n_consts:start], tainted[n_consts:start]
@@ -166,12 +308,12 @@ class _Walker:
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
             values = [*operands[:n_consts], *carry, *(x[i] for x in operands[start:])]
             given = _of_bad(values, [*tainted[:n_consts], *taints, *tainted[start:]])
-            results, found = turn(values, given, place.turn(i))
+            results, found = turn(values, given, place._replace(iterations=(*place.iterations, i)))
             carry, taints = results[:n_carry], found[:n_carry]
             stacked = [a | b for a, b in zip(stacked, found[n_carry:], strict=True)]
         return [*taints, *stacked]
 
-    def loop(self, eqn: Any, functions: Any, operands: list[Any], tainted: list[Taint], place: Place) -> list[Taint]:
+    def loop(self, eqn: Any, functions: Any, operands: list[Any], tainted: list[Taint], place: _Place) -> list[Taint]:
         first = eqn.params["cond_nconsts"]
         second = first + eqn.params["body_nconsts"]
         carry, taints, walks = operands[second:], tainted[second:], []
@@ -185,12 +327,13 @@ class _Walker:
         while np.any(going_on := holds(*operands[:first], *carry)[0]):
             values, given = [*operands[first:second], *carry], [*tainted[first:second], *taints]
             compiled = functools.partial(next_carry, going_on)
-            carry, taints = self.turn(functions[1], compiled, walks, values, given, place.turn(i))
+            at = place._replace(iterations=(*place.iterations, i))
+            carry, taints = self.turn(functions[1], compiled, walks, values, given, at)
             i += 1
         return taints
 
     def turn(
-        self, body: Any, compiled: Any, walks: list[Place], values: list[Any], tainted: list[Taint], place: Place
+        self, body: Any, compiled: Any, walks: list[_Place], values: list[Any], tainted: list[Taint], place: _Place
     ) -> tuple[list[Any], list[Taint]]:
         """One turn of a loop: (what its body returns, the taints of that). `walks` are the turns that were searched."""
         results = compiled(*values)
@@ -216,3 +359,40 @@ def _of_bad(values: list[Any], taints: list[Taint]) -> list[Taint]:
     """The taints of the values that have one: those that are not finite, and bits."""
     pairs = zip(values, taints, strict=True)
     return [t if t and (_is_no_float(x) or nonfinite.severity(x)) else _NONE for x, t in pairs]  # finite: no look
+
+
+def _of_value(kind: str, x: Any, bad: nonfinite.NonFinite) -> BadOp:
+    """An argument, or a constant that the function returns, that is not finite itself."""
+    limit = float(jnp.finfo(x.dtype).max)
+    return BadOp(kind, bad.path, False, "", (), (), str(x.dtype), tuple(np.shape(x)), bad, limit, None)
+
+
+def _operand(x: Any) -> Operand:
+    if not (jnp.issubdtype(x.dtype, jnp.number) and x.size):
+        return Operand(str(x.dtype), tuple(x.shape), float("nan"), True)
+    magnitude = np.abs(nonfinite.as_wide(np.asarray(x)))
+    finite = np.isfinite(magnitude)
+    amax = float(np.max(magnitude, where=finite, initial=0)) if finite.any() else float("nan")
+    return Operand(str(x.dtype), tuple(x.shape), amax, bool(finite.all()))
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def _float32_amax(eqn: Any, operands: list[Any], which: int) -> float | None:
+    if not _is_narrow(eqn.outvars[which].aval.dtype):
+        return None
+    wide = [x.astype(jnp.float32) if _is_narrow(x.dtype) else x for x in operands]
+    if eqn.primitive.name == "reduce_precision":
+        return float(np.max(np.abs(np.asarray(wide[0]))))
+    params = {
+        name: np.dtype(np.float32) if name in _DTYPES and x is not None and _is_narrow(x) else x
+        for name, x in eqn.params.items()
+    }
+    try:
+        result = eqn.primitive.bind(*wide, **params)
+    except Exception:  # the primitive names its dtype in another way: this number is not known then
+        return None
+    result = result[which] if eqn.primitive.multiple_results else result
+    return float(np.max(np.abs(np.asarray(result))))  # NaN stays NaN

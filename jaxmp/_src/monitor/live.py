@@ -1,10 +1,13 @@
 """A `Monitor` that draws itself below the cell of a notebook: one picture, which is replaced as the run goes on."""
 
+import base64
+import html
+import io
 import sys
 import time
 from typing import Any
 
-from jaxmp._src.monitor import plots, report
+from jaxmp._src.monitor import plots
 from jaxmp._src.monitor.monitor import Monitor
 from jaxmp._src.monitor.rules import Finding
 from jaxmp._src.monitor.step_stats import StepStats
@@ -15,7 +18,7 @@ class LiveMonitor(Monitor):
 
     The first `update` shows a picture below the cell, later ones replace it, and `finish` draws the last steps. It
     shows the steps that were read: reading waits for no step in flight. In a script it shows nothing, and is a
-    `Monitor`; `write_report` makes a file of either.
+    `Monitor`.
 
     Args:
       every: seconds between two pictures, at least. Drawing takes a few tenths of a second.
@@ -39,11 +42,10 @@ class LiveMonitor(Monitor):
         """Sets how often it is drawn, and the thresholds of `Monitor`."""
         super().__init__(**kwargs)
         if every < 0:
-            raise ValueError(f"every must be a number of seconds, at least 0; got {every}")
+            raise ValueError(f"every must be a number of seconds, at least 0; got {every}.")
         self._every, self._smooth = every, smooth
         self._handle: Any = None  # of the picture in the notebook
-        self._drawn_at, self._drawn = -float("inf"), 0  # when, and the number of the last step in the picture
-        self._count = 0
+        self._drawn_at, self._drawn = -float("inf"), None  # when, and the last step in the picture
 
     def update(
         self, step: int, metrics: dict[str, Any], *, loss: Any = None, stats: StepStats | None = None
@@ -60,26 +62,26 @@ class LiveMonitor(Monitor):
         self._draw()
         return found
 
-    def _read(self, step: int, arrays: Any) -> list[Finding]:
-        self._count += 1
-        return super()._read(step, arrays)
-
     def _draw(self) -> None:
-        if self._count == self._drawn or not _in_notebook():
+        if not self.steps or self.steps[-1] is self._drawn or not _in_notebook():
             return
         from IPython.display import HTML, display  # it is there, where the notebook runs
 
-        figure = plots.plot_loss_and_scale(list(self.steps), smooth=self._smooth)
-        summary = str(self).splitlines()[0]
+        picture, rows = io.BytesIO(), []
+        plots.plot_loss_and_scale(list(self.steps), smooth=self._smooth).savefig(picture, facecolor="white")
+        for finding in self.findings:
+            where = f" at <code>{html.escape(finding.path)}</code>" if finding.path else ""
+            rows.append(f"<h3>step {finding.step}: {finding.kind}{where}</h3>\n<p>{html.escape(finding.message)}</p>")
         page = HTML(
-            f'<img alt="loss and loss scale" style="max-width: 100%" src="{report.picture(figure)}">\n'
-            f"<p>{summary}</p>\n{report.findings(self) if self.findings else ''}"
+            f'<img alt="loss and loss scale" style="max-width: 100%" '
+            f'src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">\n'
+            f"<p>{str(self).splitlines()[0]}</p>\n" + "\n".join(rows)
         )
         if self._handle is None:
             self._handle = display(page, display_id=True)
         else:
             self._handle.update(page)
-        self._drawn_at, self._drawn = time.perf_counter(), self._count
+        self._drawn_at, self._drawn = time.perf_counter(), self.steps[-1]
 
 
 def _in_notebook() -> bool:

@@ -59,10 +59,7 @@ def _writer(to: Any) -> Callable[[int, dict[str, float]], Any]:
         return lambda step, row: to.log(row, step=step)
     elif callable(to):
         return to
-    raise TypeError(
-        f"log_metrics writes to a path that ends in .csv, a TensorBoard writer (add_scalar or scalar), a W&B run (log) "
-        f"or a function of (step, dict); got {to!r}"
-    )
+    raise TypeError(f"to must be a path ending in .csv, a writer (add_scalar, scalar, log) or a function; got {to!r}.")
 
 
 def _append(path: str, row: dict[str, float]) -> None:
@@ -73,8 +70,7 @@ def _append(path: str, row: dict[str, float]) -> None:
         if columns != list(row):
             differ = ", ".join(sorted(set(columns) ^ set(row))) or "their order"
             raise ValueError(
-                f"all rows of a CSV file have the same columns; got other columns than those of {path}: they differ in "
-                f"{differ}. Log the same scalars at every step, or use another file."
+                f"rows must have the columns of {path}; got others: {differ}. Log the same scalars in every step."
             )
     with open(path, "a", newline="") as f:
         writer = csv.DictWriter(f, list(row))

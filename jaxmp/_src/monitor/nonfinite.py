@@ -71,19 +71,15 @@ def first_nonfinite(tree: Any) -> NonFinite | None:
     leaves = array_functions.leaves_of(tree)
     for path, x in zip(leaves.paths, leaves.values, strict=True):
         if isinstance(x, Tracer | jax.ShapeDtypeStruct):
-            raise TypeError(
-                f"first_nonfinite reads values, which a traced array does not have; got {x.dtype.name}"
-                f"[{','.join(map(str, x.shape))}] at {path}. "
-                f"Inside jit call jaxmp.all_finite(tree), and call first_nonfinite on the results of the step."
-            )
+            shape = f"{x.dtype.name}[{','.join(map(str, x.shape))}]"
+            raise TypeError(f"leaves must have values; got a traced {shape} at {path}. In jit use jaxmp.all_finite.")
         x = np.asarray(x) if isinstance(x, (float, complex)) else x
         if not (array_functions.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)):
             continue
         if isinstance(x, jax.Array) and x.is_deleted():
+            # after a skipped step, what it returned is unchanged, bit for bit
             raise ValueError(
-                f"values are read from live arrays; got one at {path} that was donated or deleted. Pass what the step "
-                f"returned: after a skipped step the params are unchanged, bit for bit. For a step that was taken, "
-                f"keep the old params (without donation, or as a copy)."
+                f"leaves must be live; got a donated or deleted array at {path}. Pass results of the step."
             )
         parts = [(x, (0,) * np.ndim(x))]  # with the index of the first element of each
         if isinstance(x, jax.Array):

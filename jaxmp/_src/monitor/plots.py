@@ -48,7 +48,7 @@ def plot_loss_and_scale(runs: Monitor | Rows | Mapping[str, Monitor | Rows], *, 
     marked = False
     for k, ((name, run), (color, dashes)) in enumerate(zip(named.items(), itertools.cycle(_STYLES), strict=False)):
         width = max(1.2, 1.8 + 0.8 * (len(named) - 1) - 0.8 * k)  # each curve is thinner, so equal curves stay visible
-        rows = _recorded(run, "steps", "no step was recorded. Call Monitor.update in the training loop")
+        rows = _recorded(run, "steps", "a step must be recorded; got none. Call Monitor.update in the training loop.")
         steps, skipped = _column(rows, "step"), _column(rows, "skipped") == 1
         loss, scale = _column(rows, "loss"), _column(rows, "loss_scale")
         above.plot(steps, _smoothed(loss, smooth), dashes, color=color, lw=width, label=name or None)
@@ -96,23 +96,22 @@ def plot_exponents(
       ['unscaled', 'times the loss scale, 2^10']
     """
     if not isinstance(stats, StepStats | TensorStats):
-        raise TypeError(
-            f"plot_exponents takes the statistics of one step, such as monitor.samples[-1][1]; got "
-            f"{type(stats).__name__}"
-        )
+        got = type(stats).__name__
+        raise TypeError(f"stats must be of one step; got {got}. Pass monitor.samples[-1][1].")
     tensors = stats.grads if isinstance(stats, StepStats) else stats
     if loss_scale is None:
         loss_scale = float(stats.loss_scale) if isinstance(stats, StepStats) else 1.0
     if not bool(tensors.sampled):
-        raise ValueError("plot_exponents needs a sampled step; got one where `when` was False")
-    chosen = _chosen(tensors, names)
+        raise ValueError("the step must be sampled; got one where `when` was False.")
+    for name in names or ():
+        if name not in tensors.names:
+            raise ValueError(f"names must be of tensors; got {name!r}. There are {', '.join(tensors.names)}.")
+    chosen = [tensors.names.index(name) for name in (tensors.names if names is None else names)]
     if not chosen:
-        raise ValueError(
-            "plot_exponents needs at least one tensor; got none: the tree has no float leaf, or names is empty"
-        )
+        raise ValueError("stats must have a float tensor; got none to draw.")
     octaves = np.asarray(tensors.octaves)[chosen]
     if octaves.shape[1] == 0:
-        raise ValueError("plot_exponents needs octaves; got statistics without. Compute them with histogram=True")
+        raise ValueError("statistics must have octaves; got none. Compute them with histogram=True.")
     weights = np.asarray(tensors.sizes, np.float64)[chosen]
     share = 100 * (octaves * weights[:, None]).sum(0) / weights.sum()
     exponents = np.arange(LOWEST, HIGHEST + 1)
@@ -165,12 +164,10 @@ def plot_fp8(samples: Monitor | Samples, *, paths: Sequence[str] | None = None) 
     found = _samples(samples)
     known = list(found[0][1].fp8.amax)
     if not known:
-        raise ValueError(
-            "plot_fp8 needs fp8 tensors with delayed scaling; got samples without: params hold no scale leaves"
-        )
+        raise ValueError("samples must have fp8 tensors with delayed scaling; got none.")
     for path in paths or ():
         if path not in known:
-            raise ValueError(f"paths= names sampled fp8 tensors; got {path!r}, and there are {', '.join(known)}")
+            raise ValueError(f"paths must name sampled fp8 tensors; got {path!r}. There are {', '.join(known)}.")
     figure, (above, below) = _figure(2, height=4.4, sharex=True)
     steps = [step for step, _ in found]
     shown = list(paths or known)[: len(_STYLES)]
@@ -220,18 +217,14 @@ def plot_layers(samples: Monitor | Samples, *, of: str = "grads", what: str = "a
     kinds = ("amax", "smallest", "zeros", "nonfinite") if not name else ("overflow", "underflow", "subnormal")
     if field not in kinds or (name and name not in FORMATS) or of not in ("grads", "params", "activations"):
         raise ValueError(
-            f"what= is amax, smallest, zeros or nonfinite; or overflow, underflow or subnormal with a format "
-            f"({', '.join(FORMATS)}), such as 'underflow/fp16'. of= is grads, params or activations. "
-            f"Got what={what!r}, of={of!r}"
+            f"what must be such as 'amax' or 'underflow/fp16', of= grads, params or activations; got {what!r}, {of!r}."
         )
     found = [(step, stats) for step, s in _samples(samples) if (stats := getattr(s, of)) is not None]
     found = [(step, stats) for step, stats in found if bool(stats.sampled)]
     if not found or not found[0][1].names:
-        raise ValueError(f"plot_layers needs samples of {of}; got none")
+        raise ValueError(f"samples must have {of}; got none.")
     if len({stats.names for _, stats in found}) > 1:
-        raise ValueError(
-            f"all samples must have the same {of}; got different ones. Draw samples of one model and one filter"
-        )
+        raise ValueError(f"all samples must have the same {of}; got different ones. Draw one model and one filter.")
     names = found[0][1].names
     values = np.stack([np.asarray(getattr(stats, field), np.float64) for _, stats in found], axis=1)
     if name:
@@ -271,7 +264,7 @@ def _finish(*panels: Any) -> None:
 
 
 def _samples(run: Monitor | Samples) -> list[tuple[int, StepStats]]:
-    return _recorded(run, "samples", "no step was sampled. Pass stats= of step_stats to Monitor.update")
+    return _recorded(run, "samples", "a step must be sampled; got none. Pass stats= of step_stats to Monitor.update.")
 
 
 def _recorded(run: Any, name: str, if_empty: str) -> list[Any]:
@@ -295,10 +288,3 @@ def _smoothed(values: np.ndarray, width: int) -> np.ndarray:
     counts = np.cumsum(finite)
     sums[width:], counts[width:] = sums[width:] - sums[:-width], counts[width:] - counts[:-width]
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-
-
-def _chosen(tensors: TensorStats, names: Sequence[str] | None) -> list[int]:
-    for name in names or ():
-        if name not in tensors.names:
-            raise ValueError(f"no tensor {name!r} was measured; there are {', '.join(tensors.names) or 'none'}")
-    return [tensors.names.index(name) for name in (tensors.names if names is None else names)]

@@ -3,11 +3,11 @@
 They are computed between `value_and_grad` and the update, from values that exist at that point, so no buffer stays
 alive longer. Whether an update changes the params is checked on the host: a few values of each tensor (`probes`) are
 compared from one sample to the next. To compare old and new params inside the step would cost a copy of all params in
-every step, sampled or not.
+every step, sampled or not. Whether 16-bit params are their masters, rounded, is checked in every step, at the same few
+places: the step writes them anew from the masters, and the next sample would see nothing.
 """
 
 import functools
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,12 +19,12 @@ import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.devices import collectives, shardings
+from jaxmp._src.devices import collectives, host_memory, shardings
 from jaxmp._src.fp8 import amax_records, scale_equations, scale_leaves
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import TensorStats
 from jaxmp._src.numerics import casting, float_bits
-from jaxmp._src.step import stale_masters, state as states
+from jaxmp._src.step import state as states
 
 PROBES = 256  # number of values of each tensor
 
@@ -66,11 +66,8 @@ class StepStats(NamedTuple):
         If shard_map splits the params, each device returns values of its own part: give `probes` an out_spec with that
         axis, not P().
       loss_scale: float32[], the scale of `grads`.
-      grad_norm: float32[], the norm of `grads`, divided by the scale. If they are split over devices, the largest norm
-        of any part.
-      param_norm: float32[], of the params in the same way.
-      stale_masters: path -> float32[], the share of a param that is not its master, rounded; for params with a float32
-        master.
+      stale_masters: path -> float32[], the share of up to 256 values of a 16-bit param that are not its float32 master,
+        rounded; in every step, sampled or not. Masters that are split or in host memory are left out.
       updates: int32[], how many updates `optax.MultiSteps` has made of accumulated gradients; None without it.
       state: path -> float32[], the largest magnitude in each array of `state=`: NaN if it holds NaN, else inf if it
         holds inf.
@@ -91,8 +88,6 @@ class StepStats(NamedTuple):
     fp8: Fp8Stats
     probes: dict[str, Float[Array, "p"]]
     loss_scale: Float[Array, ""]
-    grad_norm: Float[Array, ""] | float = math.nan
-    param_norm: Float[Array, ""] | float = math.nan
     stale_masters: Mapping[str, Float[Array, ""]] = MappingProxyType({})
     updates: Array | None = None
     state: Mapping[str, Float[Array, ""]] = MappingProxyType({})
@@ -129,7 +124,8 @@ def step_stats(
       axis_name: as for `tensor_stats`. Params that all devices hold alike give the same statistics on all devices.
 
     Returns:
-      `StepStats`; all zero where `when` is a traced False (then `.grads.sampled` is False); None for `when=False`.
+      `StepStats`; all zero but `stale_masters` where `when` is a traced False (and `.grads.sampled` False); None for
+      `when=False`.
 
     Raises:
       TypeError: `when` is not a bool, for example `step % 10`; or `activations` is not a `TensorStats`.
@@ -147,47 +143,56 @@ def step_stats(
     """
     for name, tree in {"grads": grads, "params": params}.items():
         if states.has_loss_scale(tree):
-            raise ValueError(f"step_stats takes grads, opt_state, params in this order; got an opt_state as {name}")
+            raise ValueError(f"step_stats takes grads, opt_state, params; got an opt_state as {name}. Reorder them.")
     if activations is not None and not isinstance(activations, TensorStats):
-        raise TypeError(
-            f"activations= takes the statistics alone, the second result of a watched function; got "
-            f"{type(activations).__name__}"
-        )
-    make = functools.partial(_measure_step, grads, opt_state, params, activations, state, histogram, axis_name)
-    return tensor_stats.sampled(make, when)
-
-
-def _measure_step(
-    grads: PyTree,
-    opt_state: Any,
-    params: PyTree,
-    activations: TensorStats | None,
-    state: PyTree,
-    histogram: bool,
-    axis_name: Any,
-) -> StepStats:
+        got = type(activations).__name__
+        raise TypeError(f"activations must be the statistics of watch_activations alone; got {got}.")
+    axes = collectives.bound_axes(axis_name)
     measure = functools.partial(tensor_stats.measure, histogram=histogram, axis_name=axis_name)
-    params32 = states.get_master_params(opt_state, params)
-    axes, loss_scale = collectives.bound_axes(axis_name), states.loss_scale_of(opt_state)
-    frozen, may_be_frozen = _frozen(opt_state, params), _may_be_frozen(opt_state, params)
-    return StepStats(
-        grads=measure(grads),
-        params=measure(params32),
-        activations=None if activations is None else tensor_stats.over_microbatches(activations),
-        fp8=_fp8_stats(grads, opt_state, params, axes),
-        probes={path: _probe(x) for path, x in tensor_stats.float_leaves(params32) if path not in frozen},
-        loss_scale=loss_scale,
-        grad_norm=_norm(grads, axes) / loss_scale,
-        param_norm=_norm(params32, axes),
-        stale_masters={
-            path: collectives.max_over(stale_masters.share(*pair), axes)
-            for path, pair in stale_masters.pairs(opt_state, params).items()
-        },
-        updates=next((steps.gradient_step for steps in states.find(opt_state, optax.MultiStepsState)), None),
-        state=_largest(state, params, axes),
-        may_be_frozen=may_be_frozen,
-        may_stay=_may_stay(opt_state, params, may_be_frozen),
-    )
+
+    def make() -> StepStats:
+        params32 = states.get_master_params(opt_state, params)
+        in_16_bits = {path for path, x in tensor_stats.float_leaves(params) if casting.is_low_precision(x.dtype)}
+        masters = tree_paths.leaves_by_path(states.masters_of(opt_state, params))
+        frozen = in_16_bits - masters.keys() if states.with_masters(opt_state) else set()  # others have masters
+        may_be_frozen, may_stay = _may_be_frozen(opt_state, params)
+        return StepStats(
+            grads=measure(grads),
+            params=measure(params32),
+            activations=None if activations is None else tensor_stats.over_microbatches(activations),
+            fp8=_fp8_stats(grads, opt_state, params, axes),
+            probes={
+                path: _probe(x).astype(jnp.float32)
+                for path, x in tensor_stats.float_leaves(params32)
+                if path not in frozen
+            },
+            loss_scale=states.loss_scale_of(opt_state),
+            stale_masters={},
+            updates=next((steps.gradient_step for steps in states.find(opt_state, optax.MultiStepsState)), None),
+            state=_largest(state, params, axes),
+            may_be_frozen=may_be_frozen,
+            may_stay=may_stay,
+        )
+
+    stats = tensor_stats.sampled(make, when)
+    if stats is None:
+        return None
+    with jax.named_scope("jaxmp.monitor"):
+        stale = collectives.largest_on_any_device(_stale_shares(opt_state, params), axes)
+    return stats._replace(stale_masters=stale)
+
+
+def _stale_shares(opt_state: Any, params: PyTree) -> dict[str, Float[Array, ""]]:
+    """The share of the probes of each 16-bit param with a float32 master on the device that are not it, rounded."""
+    masters, found = tree_paths.leaves_by_path(states.masters_of(opt_state, params)), {}
+    for path, param in tree_paths.leaves_by_path(params).items():
+        master = masters.get(path)
+        has_master = master is not None and master.dtype == jnp.float32 and not host_memory.is_on_host(master)
+        if has_master and param.size and casting.is_low_precision(param.dtype):
+            rounded = casting.round_to(_probe(master), param.dtype)  # inf where the param is the largest float16
+            is_stale = (rounded != _probe(param).astype(jnp.float32)) & jnp.isfinite(rounded)
+            found[path] = jnp.mean(is_stale.astype(jnp.float32))
+    return found
 
 
 def _largest(state: PyTree, params: PyTree, axes: tuple[str, ...]) -> dict[str, Float[Array, ""]]:
@@ -205,47 +210,14 @@ def _largest(state: PyTree, params: PyTree, axes: tuple[str, ...]) -> dict[str, 
     return found
 
 
-def _may_be_frozen(opt_state: Any, params: PyTree) -> Paths:
-    """The paths of params without a master and without own arrays in the state of an optimizer with labels or masks."""
-    if not _has_masks(opt_state):
-        return Paths()
+def _may_be_frozen(opt_state: Any, params: PyTree) -> tuple[Paths, Paths]:
+    """`may_be_frozen` and `may_stay`: both are empty for an optimizer without labels and masks."""
+    if not any(states.find(opt_state, kind) for kind in (optax.transforms.PartitionState, optax.MaskedState)):
+        return Paths(), Paths()
     own = [f"/{path}/" for path in tree_paths.leaves_by_path(opt_state)]
-    paths = tree_paths.leaves_by_path(params)
-    return Paths(path for path in paths if not any(f"/{path}/" in at for at in own))
-
-
-def _has_masks(opt_state: Any) -> bool:
-    return any(states.find(opt_state, kind) for kind in (optax.transforms.PartitionState, optax.MaskedState))
-
-
-def _may_stay(opt_state: Any, params: PyTree, may_be_frozen: Paths) -> Paths:
-    """`may_be_frozen`, and all params in float32, which have no master, of an optimizer with labels or masks."""
-    if not _has_masks(opt_state):
-        return Paths()
-    in_float32 = (path for path, x in tensor_stats.float_leaves(params) if x.dtype == jnp.float32)
-    return Paths(may_be_frozen.union(in_float32))
-
-
-def _frozen(opt_state: Any, params: PyTree) -> set[str]:
-    """The paths of params in 16 bits without a master although others may have one: they never move."""
-    if not states.with_masters(opt_state):
-        return set()
-    units, treedef = tree_paths.boxed_leaves(params)
-    masters = treedef.flatten_up_to(states.masters_of(opt_state, params))
-    return {
-        path
-        for (path, unit), master in zip(units, masters, strict=True)
-        if master is None and any(casting.is_low_precision(x.dtype) for x in jax.tree.leaves(unit))
-    }
-
-
-def _norm(tree: PyTree, axes: tuple[str, ...]) -> Float[Array, ""]:
-    # In units of the largest value: squares of float32 overflow and underflow.
-    leaves = [x.astype(jnp.float32) for _, x in tensor_stats.float_leaves(tree)]
-    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), initial=0) for x in leaves], jnp.float32(0))
-    unit = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)
-    squares = sum((jnp.sum((x / unit) ** 2) for x in leaves), jnp.float32(0))
-    return collectives.max_over(unit * jnp.sqrt(squares), axes)
+    leaves = dict(tensor_stats.float_leaves(params))
+    frozen = {path for path in leaves if not any(f"/{path}/" in at for at in own)}
+    return Paths(frozen), Paths(frozen | {path for path, x in leaves.items() if x.dtype == jnp.float32})
 
 
 def _fp8_stats(grads: PyTree, opt_state: Any, params: PyTree, axes: tuple[str, ...]) -> Fp8Stats:
@@ -266,8 +238,9 @@ def _fp8_stats(grads: PyTree, opt_state: Any, params: PyTree, axes: tuple[str, .
 
 def _probe(x: Array) -> Array:
     """Up to `PROBES` values, evenly spread. The stride is odd, or all would be in one column of a matrix."""
+    x = jnp.atleast_1d(x)
     stride = -(-x.size // PROBES) | 1
     # x.ravel() would gather an array that is split over devices.
     places = np.unravel_index(np.arange(0, x.size, stride), x.shape)
     whole = shardings.whole_if_explicit(x)
-    return x.at[places].get(mode="promise_in_bounds", out_sharding=whole).astype(jnp.float32).reshape(-1)
+    return x.at[places].get(mode="promise_in_bounds", out_sharding=whole).reshape(-1)

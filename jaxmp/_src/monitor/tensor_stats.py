@@ -90,7 +90,7 @@ class TensorStats:
     def __getitem__(self, name: str) -> dict[str, Any]:
         """The statistics of one tensor as a dict of numbers; keys by format are such as `overflow/fp16`."""
         if name not in self.names:
-            raise KeyError(f"no tensor {name!r} was measured; there are {', '.join(self.names) or 'none'}")
+            raise KeyError(f"the key must name a tensor; got {name!r}. There are {', '.join(self.names) or 'none'}.")
         i = self.names.index(name)
         found: dict[str, Any] = {"dtype": self.dtypes[i], "size": self.sizes[i]}
         found |= {key: float(getattr(self, key)[i]) for key in ("amax", "smallest", "zeros", "nonfinite")}
@@ -172,11 +172,10 @@ def checked_when(when: Any) -> bool | Bool[Array, ""]:
     shaped: Any = when
     if getattr(when, "dtype", None) != np.dtype(bool) or jnp.ndim(when):
         got = f"{shaped.dtype}{list(shaped.shape)}" if hasattr(when, "dtype") else repr(when)
-        raise TypeError(f"when= must be a bool, one for the step, such as step % 10 == 0; got {got}")
+        raise TypeError(f"when must be one bool, such as step % 10 == 0; got {got}.")
     if axes := compat.varying_axes(shaped):  # some devices would wait forever for the others
         raise ValueError(
-            f"when= must be the same on all devices; got one that varies over {sorted(axes)}. Use the step number or "
-            f"jaxmp.all_finite, which are the same everywhere; a loss is the same after jax.lax.pmean."
+            f"when must be the same on all devices; got one that varies over {sorted(axes)}. Use the step."
         )
     return shaped
 
