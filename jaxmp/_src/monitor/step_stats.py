@@ -186,7 +186,7 @@ def _stale_shares(opt_state: Any, params: PyTree) -> dict[str, Float[Array, ""]]
     """The share of the probes of each 16-bit param with a float32 master on the device that are not it, rounded."""
     masters, found = tree_paths.leaves_by_path(states.masters_of(opt_state, params)), {}
     for path, param in tree_paths.leaves_by_path(params).items():
-        master = masters.get(path)
+        master: Any = masters.get(path)
         has_master = master is not None and master.dtype == jnp.float32 and not host_memory.is_on_host(master)
         if has_master and param.size and casting.is_low_precision(param.dtype):
             rounded = casting.round_to(_probe(master), param.dtype)  # inf where the param is the largest float16
