@@ -186,9 +186,10 @@ def _stale_shares(opt_state: Any, params: PyTree) -> dict[str, Float[Array, ""]]
     """The share of the probes of each 16-bit param with a float32 master on the device that are not it, rounded."""
     masters, found = tree_paths.leaves_by_path(states.masters_of(opt_state, params)), {}
     for path, param in tree_paths.leaves_by_path(params).items():
-        master: Any = masters.get(path)
-        has_master = master is not None and master.dtype == jnp.float32 and not host_memory.is_on_host(master)
-        if has_master and param.size and casting.is_low_precision(param.dtype):
+        master = masters.get(path)
+        if master is None or host_memory.is_on_host(master):
+            continue
+        if param.size and casting.is_low_precision(param.dtype) and master.dtype == jnp.float32:
             rounded = casting.round_to(_probe(master), param.dtype)  # inf where the param is the largest float16
             is_stale = (rounded != _probe(param).astype(jnp.float32)) & jnp.isfinite(rounded)
             found[path] = jnp.mean(is_stale.astype(jnp.float32))
