@@ -353,7 +353,7 @@ def test_a_train_state_is_a_pytree_of_arrays():
 
 
 def test_a_policy_needs_an_optimizer_with_masters():
-    with pytest.raises(ValueError, match=r"got tx without masters. Wrap it: tx = jaxmp.mixed_precision"):
+    with pytest.raises(ValueError, match=r"must keep masters for policy=; got none. Call jaxmp.mixed_precision"):
         jaxmp.linen.TrainState.create(
             apply_fn=None, params={"w": jnp.ones(1)}, tx=jaxmp.unscale_and_skip(optax.sgd(0.1)), policy="fp16"
         )
@@ -463,7 +463,7 @@ def test_another_optimizer_needs_its_own_state(name):
     """Optax's own error is about a chain; with sgd there was none. The fix that the message names is tried here."""
     state, tx = started(), OTHERS[name]()
     with pytest.raises(
-        ValueError, match=r"needs a state of its own.*state.replace\(tx=tx, opt_state=tx.init\(full\)\)"
+        ValueError, match=r"must fit opt_state; got another. Pass opt_state=tx.init\(jaxmp.get_master_params\(state"
     ):
         state.replace(tx=tx)
     if name != "sgd":

@@ -40,7 +40,7 @@ def test_what_a_made_optimizer_has_is_not_named_again():
         ({"tx": made, "policy": "bf16", "keep_fp32": "w"}, "got a tx of jaxmp"),
         ({"tx": optax.sgd(0.1), "keep_fp32": "w"}, "got no policy"),
     ):
-        with pytest.raises(TypeError, match=f"goes with policy= to an optimizer of optax.*{got}"):
+        with pytest.raises(TypeError, match=f"must go with policy= and an optax optimizer; {got}"):
             jaxmp.linen.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, **options)
         with pytest.raises(TypeError, match=got):
             jaxmp.nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), **options)

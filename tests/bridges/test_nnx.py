@@ -257,7 +257,7 @@ def test_the_gradient_is_with_respect_to_what_wrt_names():
 def test_no_loss_scale_is_an_error():
     model = Net(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    with pytest.raises(ValueError, match="opt_state must hold the loss scale"):
+    with pytest.raises(ValueError, match="opt_state must hold a loss scale"):
         jaxmp.nnx.value_and_grad(loss_fn)(model, X, Y, opt_state=optimizer.opt_state)
 
 
@@ -404,7 +404,9 @@ def test_shared_and_lifted_modules_train(make_model):
 
 def test_a_policy_needs_an_optimizer_with_masters():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"got tx without masters. Wrap it: tx = jaxmp.mixed_precision\(tx, policy\)"):
+    with pytest.raises(
+        ValueError, match=r"must keep masters for policy=; got none. Call jaxmp.mixed_precision\(tx, policy\)"
+    ):
         jaxmp.nnx.Optimizer(model, jaxmp.unscale_and_skip(optax.sgd(0.1)), policy="fp16")
     assert model.kernel[...].dtype == jnp.float32  # it was not cast
     jaxmp.nnx.Optimizer(model, optax.sgd(0.1))  # without a policy any optimizer will do
@@ -604,7 +606,7 @@ def test_layers_that_are_turned_to_fp8_after_the_optimizer_was_made_are_named(po
     optimizer = cls(model, jaxmp.mixed_precision(optax.sgd(0.1), policy), wrt=nnx.Param)
     jaxmp.nnx.to_fp8(model, filter="*")
     grads = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
-    with pytest.raises(ValueError, match=r"0/dot_general/fp8_\w+ is in the params only. Make .* last.*to_fp8"):
+    with pytest.raises(ValueError, match=r"got a new .*0/dot_general/fp8_\w+. Make the optimizer last.*fp8"):
         optimizer.update(model, grads)
 
 
@@ -625,11 +627,11 @@ def test_the_filter_may_come_as_flax_s_diff_state():
     assert list(run(argnums=nnx.DiffState(0, is_bias))) == ["bias"]
     assert_same_program(run(argnums=0), run())
     for options in ({"argnums": 1}, {"argnums": nnx.DiffState(1, nnx.Param)}, {"argnums": (0, 1)}):
-        with pytest.raises(ValueError, match="with respect to the module, the first argument; got argnums="):
+        with pytest.raises(ValueError, match="argnums must be 0, the module; got "):
             run(**options)
-    with pytest.raises(TypeError, match=r"wrt is a filter; got an nnx.DiffState. Pass .* argnums=nnx.DiffState\(0"):
+    with pytest.raises(TypeError, match=r"wrt must be a filter; got an nnx.DiffState. Pass argnums=nnx.DiffState\(0"):
         run(wrt=nnx.DiffState(0, nnx.Param))
-    with pytest.raises(ValueError, match="said once"):
+    with pytest.raises(ValueError, match="must be said once; got .* and wrt="):
         run(argnums=nnx.DiffState(0, nnx.Param), wrt=is_bias)
 
 
@@ -644,9 +646,7 @@ def test_calibrate_in_the_order_of_the_function_says_its_own():
     model = nnx.Sequential(*(nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(3)))
     jaxmp.nnx.to_fp8(model)
     optimizer = jaxmp.nnx.Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "fp8"), policy="fp8")
-    message = (
-        r"the arguments are optimizer.calibrate\(model, loss_fn, \*batch\); got function as model, Sequential as loss"
-    )
+    message = r"the arguments are optimizer.calibrate\(model, loss_fn, \*batch\); got Sequential as loss_fn"
     with pytest.raises(TypeError, match=message):
         optimizer.calibrate(lambda model, x: jnp.sum(model(x)), model, jnp.ones((16, 16)))
 

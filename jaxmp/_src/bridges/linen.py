@@ -73,9 +73,8 @@ def _replace(self: Any, **updates: Any) -> Any:
             wanted = jax.tree.structure(self.opt_state)
         if wanted != jax.tree.structure(self.opt_state):
             raise ValueError(
-                "replace(tx=): another optimizer needs a state of its own; got a tx that does not fit opt_state. "
-                "Give both: full = jaxmp.get_master_params(state.opt_state, state.params); state.replace(tx=tx, "
-                "opt_state=tx.init(full))."
+                "tx= must fit opt_state; got another. Pass opt_state=tx.init(jaxmp.get_master_params(state.opt_state, "
+                "state.params))."
             )
     return dataclasses.replace(self, **updates)
 

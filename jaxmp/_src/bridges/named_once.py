@@ -24,8 +24,8 @@ def wrapped(
     if is_made and given:
         held = "no policy" if policy is None else "a tx of jaxmp, which was made with its own"
         raise TypeError(
-            f"{given[0]}= goes with policy= to an optimizer of optax; got {held}. Pass it to "
-            f"jaxmp.mixed_precision(inner, policy, ...) or jaxmp.get_policy(policy, keep_fp32=...)."
+            f"{given[0]}= must go with policy= and an optax optimizer; got {held}. Pass it to "
+            f"{'jaxmp.mixed_precision' if keep_fp32 is None else 'jaxmp.get_policy'}."
         )
     if policy is None:
         return tx, None
@@ -34,14 +34,12 @@ def wrapped(
     if not isinstance(tx, Transformation):
         return transform.mixed_precision(tx, chosen, loss_scale=loss_scale), chosen
     if tx.rule.policy is None:
-        raise ValueError(
-            "policy= needs masters; got tx without masters. Wrap it: tx = jaxmp.mixed_precision(tx, policy)."
-        )
+        raise ValueError("tx must keep masters for policy=; got none. Call jaxmp.mixed_precision(tx, policy).")
     for name in ("param_dtype", "keep_fp32", "compute_dtype"):
         own, other = getattr(tx.rule.policy, name), getattr(chosen, name)
         if own != other:
             raise ValueError(
-                f"policy= must be the policy that tx was made with; got {name}={other!s} in policy and {own!s} in that "
-                f"of tx. Name the precision once: an optimizer of optax as tx is wrapped for policy=."
+                f"policy= must be that of tx; got {name}={other!s} in policy and {own!s} in tx. Pass an optax "
+                f"optimizer as tx."
             )
     return tx, chosen

@@ -252,8 +252,7 @@ class Optimizer(nnx.Optimizer):
         """
         if isinstance(fun, nnx.Module):
             raise TypeError(
-                f"the arguments are optimizer.calibrate(model, loss_fn, *batch); got {type(model).__name__} as model, "
-                f"{type(fun).__name__} as loss_fn."
+                f"the arguments are optimizer.calibrate(model, loss_fn, *batch); got {type(fun).__name__} as loss_fn."
             )
         graphdef, params, rest = nnx.split(model, self.wrt, ...)
 
@@ -291,15 +290,12 @@ def cast_to_param(model: nnx.Module, policy: str | jmp.Policy, *, wrt: Any = nnx
 def _filter_of(argnums: Any, wrt: Any) -> Any:
     """The filter of the variables to differentiate with respect to, from the two ways to say it."""
     if isinstance(wrt, nnx.DiffState):
-        raise TypeError("wrt is a filter; got an nnx.DiffState. Pass its filter, or argnums=nnx.DiffState(0, filter).")
+        raise TypeError("wrt must be a filter; got an nnx.DiffState. Pass argnums=nnx.DiffState(0, filter).")
     argnum = argnums.argnum if isinstance(argnums, nnx.DiffState) else argnums
     if argnum != 0:
-        raise ValueError(
-            f"jaxmp.nnx.value_and_grad differentiates with respect to the module, the first argument; got "
-            f"argnums={argnums!r}. For several modules, pass one that holds them: nnx.Dict(a=a, b=b)."
-        )
+        raise ValueError(f"argnums must be 0, the module; got {argnums!r}. Put several in one: nnx.Dict(a=a, b=b).")
     if isinstance(argnums, nnx.DiffState) and wrt is not nnx.Param:
-        raise ValueError("the filter is said once; got argnums=nnx.DiffState(...) and wrt=. Leave one of them out.")
+        raise ValueError("the filter must be said once; got argnums=nnx.DiffState(...) and wrt=. Leave out wrt=.")
     return argnums.filter if isinstance(argnums, nnx.DiffState) else wrt
 
 
