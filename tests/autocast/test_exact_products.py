@@ -261,7 +261,7 @@ def test_a_loss_under_a_policy():
     def loss_fn(params, x):
         return jnp.dot(x, params["w"], precision=HIGHEST).mean()
 
-    with pytest.warns(UserWarning, match="precision=HIGHEST stay in float32"):
+    with pytest.warns(UserWarning, match="precision=HIGHEST keeps all in float32"):
         found = jaxmp.value_and_grad(loss_fn, policy="bf16-mixed")(w, x, opt_state=opt_state)
     for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(jax.value_and_grad(loss_fn)(w, x)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)

@@ -434,7 +434,7 @@ def test_a_transform_that_decides_about_the_step_stands_behind_the_reduction(nam
 
     inside, before = wrap(optax.chain(reduce, optax.sgd(0.1))), optax.chain(reduce, wrap(optax.sgd(0.1)))
     trace(before), trace(before, "untracked")
-    told = rf"must come before a transform that decides.*; got it inside {name}. Write .*before=jaxmp.reduce"
+    told = rf"reduce_gradients must come before {name}; got it inside. Pass it as before= of jaxmp.mixed"
     with pytest.raises(ValueError, match=told):
         trace(inside)
     if name == "optax.apply_if_finite" or (wire_dtype is not None and name == "optax.MultiSteps"):

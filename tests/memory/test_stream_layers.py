@@ -189,6 +189,6 @@ def test_microbatches_of_value_and_grad_do_not_add_up_on_the_host():
     apply = offload.stream_layers(layer)
     value_and_grad = jaxmp.value_and_grad(lambda p, x: jnp.sum(apply(p, x)), accumulate=2)
     opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp32").init(make_params())
-    with pytest.raises(ValueError, match="accumulate=2 adds gradients on the device; got params in host memory at"):
+    with pytest.raises(ValueError, match="params must be on the device; got .* on the host"):
         value_and_grad(offload.to_host(make_params()), make_batch(), opt_state=opt_state)
     assert host_memory.first_on_host(make_params()) is None

@@ -706,7 +706,7 @@ def test_the_questions_put_to_an_optimizer_state_are_put_to_a_scaler():
     _, scaler = scaler.unscale({"w": jnp.array([jnp.inf])})
     assert_moved(jaxmp.keep_if_skipped(scaler, jnp.ones(2), jnp.zeros(2)), jnp.zeros(2))
     assert_exact(jaxmp.get_loss_scale(scaler), 4.0)
-    with pytest.raises(TypeError, match="got a GradScaler. Use its methods"):
+    with pytest.raises(TypeError, match="got a GradScaler. Call scaler.state_dict"):
         jaxmp.get_metrics(scaler)
     with pytest.raises(ValueError, match="found_inf is known after unscale or step"):
         jaxmp.keep_if_skipped(scaler.update(), jnp.ones(2), jnp.zeros(2))
@@ -724,5 +724,7 @@ def test_gradients_that_were_unscaled_need_the_scaler_that_did_it(jit):
 
     step = jax.jit(step, static_argnums=2) if jit else step
     assert step(params, jaxmp.GradScaler(), True)["w"].tolist() == [0.0, 0.0]
-    with pytest.raises(ValueError, match="got those that unscale returned, and the scaler from before"):
+    with pytest.raises(
+        ValueError, match="must be unscaled once; got them unscaled. Call grads, scaler = scaler.unscale"
+    ):
         step(params, jaxmp.GradScaler(), False)

@@ -71,7 +71,7 @@ CALLS = {
     ),
     "calibrate: the batch first": (
         lambda: jaxmp.fp8.calibrate(loss_fn, X, FP8_PARAMS, tx=FP8_TX, opt_state=FP8_TX.init(FP8_PARAMS)),
-        "an argument without any as the params",
+        "must hold fp8 scales; got none. Pass argnums=",
     ),
     "create: tx and policy": (lambda: train_state("bf16", TX), r"a policy \('bf16'\) as tx, an optimizer as policy"),
     "create: another policy": (lambda: train_state(policy="bf16"), "param_dtype=bfloat16 in policy and float32"),
@@ -112,7 +112,7 @@ CALLS = {
         lambda: jaxmp.value_and_grad(lambda p, x: loss_fn(p, jnp.asarray(x)), accumulate=2)(
             PARAMS, [[1.0] * 16] * 4, opt_state=STATE
         ),
-        "a list of 16 Python numbers at argument 1/0.*jnp.asarray",
+        "a list of 16 numbers at argument 1/0.*jnp.asarray",
     ),
 }
 

@@ -531,11 +531,11 @@ def test_a_function_in_which_nothing_runs_in_fp8():
 
 
 REFUSED = {
-    "delayed": (lambda: in_fp8(mlp, jaxmp.fp8.DelayedScaling()), ValueError, "takes a recipe without state"),
+    "delayed": (lambda: in_fp8(mlp, jaxmp.fp8.DelayedScaling()), ValueError, "must get a recipe without state"),
     "random": (lambda: in_fp8(mlp, jaxmp.fp8.NVFP4()), ValueError, r"Use NVFP4\(stochastic_rounding=False\)"),
     "no recipe": (lambda: in_fp8(mlp, "current"), TypeError, "a recipe must be one of jaxmp.fp8"),
-    "float32": (lambda: jaxmp.autocast(mlp, jnp.float32, recipe=RECIPE), ValueError, 'Give the policy "fp8"'),
-    "fp32": (lambda: jaxmp.autocast(mlp, "fp32", recipe=RECIPE), ValueError, 'Give the policy "fp8"'),
+    "float32": (lambda: jaxmp.autocast(mlp, jnp.float32, recipe=RECIPE), ValueError, 'Pass "fp8"'),
+    "fp32": (lambda: jaxmp.autocast(mlp, "fp32", recipe=RECIPE), ValueError, 'Pass "fp8"'),
     "filter alone": (lambda: jaxmp.autocast(mlp, "bf16", filter=("*",)), ValueError, "got no recipe"),
 }
 
@@ -552,5 +552,5 @@ def test_a_region_in_a_function_that_is_traced():
         with jaxmp.autocast("fp8", recipe=RECIPE):
             return mlp(weights, x)
 
-    with pytest.raises(ValueError, match="so the function around has the word"):
+    with pytest.raises(ValueError, match="must not be in a function under autocast"):
         jaxmp.autocast(loss, "bf16")(weights_of(4), X)

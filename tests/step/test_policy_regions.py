@@ -150,7 +150,7 @@ def test_the_precision_of_float32_matmuls(policy, name):
 
 
 def test_an_unknown_policy_is_refused_where_it_is_named():
-    with pytest.raises(ValueError, match="a policy is one of .* got 'fp61', did you mean 'fp16'"):
+    with pytest.raises(ValueError, match="a policy must be one of .* got 'fp61', did you mean 'fp16'"):
         jaxmp.value_and_grad(loss_fn, policy="fp61")
 
 

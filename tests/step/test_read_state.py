@@ -34,13 +34,15 @@ NO_STATES = {
 @pytest.mark.parametrize("given", NO_STATES)
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_no_state_is_refused(reader, given):
-    with pytest.raises(TypeError, match=rf"{reader}.* reads the state of an optimizer.*; got \w+ without any.*swapped"):
+    with pytest.raises(
+        TypeError, match=rf"{reader}.* must get the state of an optimizer; got \w+ without any. Pass opt_state"
+    ):
         READERS[reader](NO_STATES[given])
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_the_optimizer_in_place_of_its_state_is_refused(reader):
-    with pytest.raises(TypeError, match=rf"{reader}.*; got the optimizer. Pass tx.init\(params\)"):
+    with pytest.raises(TypeError, match=rf"{reader}.*; got the optimizer. Pass opt_state as tx.init\(params\)"):
         READERS[reader](TX)
 
 
@@ -65,7 +67,7 @@ def test_a_test_that_scales_by_hand_reads_the_scale_of_nothing():
 
 def test_keep_if_skipped_names_its_order():
     new, old = {"a": jnp.ones(2)}, {"a": jnp.zeros(2)}
-    with pytest.raises(TypeError, match=r"keep_if_skipped\(opt_state, new, old\) reads .*; got dict without any"):
+    with pytest.raises(TypeError, match=r"keep_if_skipped\(opt_state, new, old\) must get .*; got dict without any"):
         jaxmp.keep_if_skipped(new, old, TX.init(PARAMS))
 
 
@@ -80,9 +82,9 @@ def test_leaves_that_came_after_the_optimizer_are_named(policy, step):
         grads = jax.tree.map(jnp.ones_like, params)
         return tx.update(grads, state, params) if step == "update" else jaxmp.apply_gradients(tx, grads, state, params)
 
-    with pytest.raises(ValueError, match="adapter/b is in the params only. Make the optimizer last"):
+    with pytest.raises(ValueError, match="got a new adapter/b. Make the optimizer last"):
         run({"w": params["w"], "adapter": {"b": params["w"]}})
-    with pytest.raises(ValueError, match="the leaves that tx.init got; w is in the optimizer's state only"):
+    with pytest.raises(ValueError, match="the leaves of tx.init; got no w"):
         run({})
 
 
@@ -118,10 +120,10 @@ def test_params_that_the_optimizer_does_not_train_are_frozen(policy, tmp_path):
 
 def test_masters_without_their_params_are_named():
     model, optimizer = lora_job("bf16")
-    with pytest.raises(ValueError, match="lora_b is in the optimizer's state only"):
+    with pytest.raises(ValueError, match="got no .*lora_b"):
         jaxmp.get_master_params(optimizer.opt_state, nnx.state(model, lambda path, x: "lora_b" not in path))
     model, optimizer = lora_job("fp8", with_fp8=True)
-    with pytest.raises(ValueError, match=r"the fp8 scale .*log2_scale is in .*nnx.Any\(nnx.LoRAParam, jaxmp.nnx.Fp8"):
+    with pytest.raises(ValueError, match=r"got no fp8 scale .*log2_scale. Pass .*nnx.Any\(wrt, jaxmp.nnx.Fp8Scale"):
         jaxmp.get_master_params(optimizer.opt_state, nnx.state(model, nnx.LoRAParam))
 
 
@@ -131,7 +133,7 @@ def test_calibrate_with_params_and_state_swapped():
     state = tx.init(params)
     with pytest.raises(TypeError, match=r"calibrate\(loss_fn, params, \*batch.*; got an optimizer's state as params"):
         jaxmp.fp8.calibrate(lambda p: 0.0, state, tx=tx, opt_state=params)
-    with pytest.raises(TypeError, match="calibrate reads the state of an optimizer"):
+    with pytest.raises(TypeError, match="calibrate must get the state of an optimizer"):
         jaxmp.fp8.calibrate(lambda p: 0.0, params, tx=tx, opt_state=params)
 
 

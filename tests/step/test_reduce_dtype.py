@@ -496,10 +496,14 @@ def test_what_a_policy_says():
 @pytest.mark.parametrize(
     "name, given, message",
     [
-        ("bf16", "bfloat16", "reduce_dtype must be float32, or None .*; got 'bfloat16'"),
+        ("bf16", "bfloat16", "reduce_dtype must be float32 or None; got 'bfloat16'"),
         ("bf16", jnp.float64, "reduce_dtype must be float32"),
-        ("fp8", "float32", "with a recipe has no reduce_dtype; got reduce_dtype='float32' with DelayedScaling"),
-        ("params=float16,compute=float32,output=float32", "float32", "for policies that compute in 16 bits"),
+        ("fp8", "float32", "with a recipe must have no reduce_dtype; got 'float32' with DelayedScaling"),
+        (
+            "params=float16,compute=float32,output=float32",
+            "float32",
+            "must go with computation in 16 bits; got .* with compute_dtype=float32",
+        ),
     ],
 )
 def test_what_a_policy_refuses(name, given, message):

@@ -13,7 +13,8 @@ AMAXES = {"dense": {"kernel": jnp.ones((2, 2)), "fp8_lhs_e4m3_log2_scale": jnp.z
 @pytest.mark.parametrize(("reader", "tree", "of"), [("get_scales", SCALES, "params"), ("get_amaxes", AMAXES, "grads")])
 def test_shapes(reader, tree, of):
     read, shapes = getattr(jaxmp.fp8, reader), jax.eval_shape(lambda: tree)
-    rule = rf"{reader} reads numbers; got a shape.* at dense/fp8_lhs_e4m3_log2_scale. Pass {of} that were computed"
+    got = "a jax.ShapeDtypeStruct at dense/fp8_lhs_e4m3_log2_scale"
+    rule = rf"{reader} reads numbers; got {got}. Call jax.eval_shape\(jaxmp.fp8.{reader}, {of}\)"
     with pytest.raises(TypeError, match=rule):
         read(shapes)
     found = jax.eval_shape(read, shapes)

@@ -17,8 +17,8 @@ from jaxmp._src.step import scale_reads
 X = np.ones((4, 2), np.float32)
 POLICY = jaxmp.get_policy("fp16")
 PARAMS = {"w": jnp.ones((2, 3), jnp.float16)}
-NOBODY, TWICE = "nobody read cannot have multiplied", "by the scale that an earlier update in this trace made"
-ANOTHER = "got two: that of the opt_state of value_and_grad, and that of the opt_state of the update"
+NOBODY, TWICE = "nobody read cannot have multiplied", "got the scale that an earlier update in this trace made"
+ANOTHER = "got the opt_state of value_and_grad, and another opt_state of the update"
 
 
 @contextlib.contextmanager

@@ -288,7 +288,7 @@ def test_accumulate_argnums_name_the_batch():
         (loss, aux), grads = compute(*args, opt_state=state_with(2.0))
         assert_exact((loss, grads, aux), (F32(1.5), F32(3.0), np.ones((2, 3), F32)))
     with pytest.raises(
-        ValueError, match="accumulate=2 must divide the leading axis.*Name the arguments that hold the batch"
+        ValueError, match="accumulate=2 must divide the leading axis.*Name the arguments to cut: accumulate_argnums="
     ):
         jaxmp.value_and_grad(f, has_aux=True, accumulate=2, accumulate_argnums=(1, 2))(*args, opt_state=state_with(2.0))
     six = (args[0], {"mean": jnp.ones(6)}, args[2])
@@ -449,14 +449,12 @@ def test_accumulation_on_an_explicit_mesh():
 )
 def test_params_that_are_no_floats(leaf, what):
     f = jaxmp.value_and_grad(lambda params, x: jnp.float32(0))
-    with pytest.raises(
-        TypeError, match=f"need float params; got {what} at argument 0/layer/w. Pass such leaves in another"
-    ):
+    with pytest.raises(TypeError, match=f"params must be float; got {what} at argument 0/layer/w. Pass it in another"):
         f({"layer": {"w": leaf}, "ok": jnp.ones(1)}, 1.0, opt_state=state_with(1.0))
 
 
 def test_typed_keys_among_params():
-    with pytest.raises(TypeError, match=r"need float params; got key<fry> at argument 0/key"):
+    with pytest.raises(TypeError, match=r"params must be float; got key<fry> at argument 0/key"):
         jaxmp.value_and_grad(lambda p: jnp.float32(0))({"key": jax.random.key(0)}, opt_state=state_with(1.0))
 
 
@@ -464,19 +462,21 @@ def test_typed_keys_among_params():
 def test_no_loss_scale_in_the_state(opt_state):
     with pytest.raises(
         ValueError,
-        match=r"opt_state must hold the loss scale.*it holds none. Pass opt_state=, the state of jaxmp.mixed_precision",
+        match=r"must hold a loss scale; got a state without. Pass opt_state=, the state of jaxmp.mixed_precision",
     ):
         jaxmp.value_and_grad(loss_fn)(params16(), X, opt_state=opt_state)
 
 
 def test_two_loss_scales_in_the_state():
     tx = optax.chain(jaxmp.unscale_and_skip(optax.identity(), 2.0), jaxmp.unscale_and_skip(optax.identity(), 2.0))
-    with pytest.raises(ValueError, match="one loss has one scale; got an opt_state with 2"):
+    with pytest.raises(ValueError, match="opt_state must hold one loss scale; got 2"):
         jaxmp.value_and_grad(loss_fn)(params16(), X, opt_state=tx.init(params16()))
 
 
 def test_opt_state_must_be_given():
-    with pytest.raises(ValueError, match=r"it was not given. Pass opt_state=, the state of jaxmp.mixed_precision"):
+    with pytest.raises(
+        ValueError, match=r"must hold a loss scale; got None. Pass opt_state=, the state of jaxmp.mixed_precision"
+    ):
         jaxmp.value_and_grad(loss_fn)(params16(), X)
 
 
@@ -498,9 +498,7 @@ def test_a_loss_that_is_no_float_scalar(loss, what):
 
 def test_aux_without_has_aux():
     f = jaxmp.value_and_grad(lambda w: (jnp.sum(w), {"aux": w}))
-    with pytest.raises(
-        TypeError, match=r"the loss must be a float scalar; got .*return \(loss, aux\) only with has_aux=True"
-    ):
+    with pytest.raises(TypeError, match=r"the loss must be a float scalar; got tuple. Pass has_aux=True"):
         f(jnp.ones(1), opt_state=state_with(1.0))
 
 

@@ -158,7 +158,7 @@ PAIRS = [
 def test_values_and_gradients_are_those_of_numpy(name, way):
     recipe, (make, kernel_shape) = RECIPES[name], WAYS[way]
     if way == "autocast" and recipe.has_state:
-        with pytest.raises(ValueError, match="takes a recipe without state"):
+        with pytest.raises(ValueError, match="must get a recipe without state"):
             make(recipe, None)
         return
     is_flat = kernel_shape[-2:] == FLAT

@@ -451,14 +451,17 @@ def test_on_a_cpu_gradients_are_checked_without_a_sum_of_flags():
 def test_split_masters_need_apply_gradients():
     tx = jaxmp.mixed_precision(optax.sgd(1.0), "bf16", remainder_bits=16)
     params = {"w": jnp.ones(2, jnp.bfloat16)}
-    with pytest.raises(ValueError, match=r"must be written with all params; got tx.update"):
+    with pytest.raises(ValueError, match=r"needs jaxmp.apply_gradients\(tx, ...\); got tx.update"):
         tx.update(params, tx.init(params), params)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: jaxmp.mixed_precision(optax.sgd(1.0), "fp16", remainder_bits=16), "params in float16"),
+        (
+            lambda: jaxmp.mixed_precision(optax.sgd(1.0), "fp16", remainder_bits=16),
+            "must go with bfloat16 params; got float16",
+        ),
         (lambda: jaxmp.mixed_precision(optax.sgd(1.0), "bf16", remainder_bits=12), "None .*, 16 or 8; got 12"),
         (lambda: jaxmp.fused_adamw(1e-3, state_dtype=jnp.float16), "state_dtype must be .* got float16"),
         (lambda: jaxmp.fused_adamw(1e-3, max_norm=-1.0), "max_norm must be >= 0"),
@@ -489,13 +492,13 @@ def test_masters_of_another_kind_are_refused(other):
     assert jax.tree.structure(made) != jax.tree.structure(tx.init(params32))  # a checkpoint does not fit
     steps = [functools.partial(jaxmp.apply_gradients, tx)] + [tx.update] * (other is None)
     for step in steps:
-        with pytest.raises(ValueError, match="got int16 at w, with remainder_bits="):
+        with pytest.raises(ValueError, match=rf"masters must fit remainder_bits={other}; got int16 at w"):
             step(jax.tree.map(jnp.copy, params), made, params)
-    with pytest.raises(ValueError, match="got float32 at w, with remainder_bits=16. Make tx as it was"):
+    with pytest.raises(ValueError, match="must fit remainder_bits=16; got float32 at w. Call tx.init"):
         whole = jaxmp.mixed_precision(optax.sgd(1.0), "bf16").init(params32)
         split = jaxmp.mixed_precision(optax.sgd(1.0), "bf16", remainder_bits=16)
         jaxmp.apply_gradients(split, jax.tree.map(jnp.copy, params), whole, params)
-    with pytest.raises(ValueError, match="bfloat16 param of the same step; got a param of float32"):
+    with pytest.raises(ValueError, match="must get its bfloat16 param; got float32"):
         jaxmp.get_master_params(made, params32)
 
 

@@ -102,18 +102,14 @@ def calibrate(
     states.check_is_state(opt_state, "calibrate")
     if not states.find(opt_state, states.Fp8State):
         raise ValueError(
-            "calibrate must get a state with amax histories; got one without. Recipes without state need none; else "
-            "make it by jaxmp.mixed_precision(inner, policy, recipe=recipe) from params that hold scales."
+            'opt_state must hold amax histories; got none. Call jaxmp.mixed_precision(inner, "fp8").init(params).'
         )
     if not scale_leaves.has_scales(params):
-        raise ValueError(
-            "calibrate must get params with fp8 scales; got none. Call calibrate(loss_fn, params, *batch, tx=tx, "
-            "opt_state=opt_state), with argnums= where the params stand."
-        )
+        raise ValueError("params must hold fp8 scales; got none. Pass argnums= of the argument that has them.")
     if any(states.find(steps, states.Fp8State) for steps in states.find(opt_state, optax.MultiStepsState)):
         raise ValueError(
-            "calibrate takes one step, and optax.MultiSteps takes none before its last; got amax histories inside of "
-            "it. Put mixed_precision around MultiSteps, or use accumulate= of jaxmp.value_and_grad."
+            "mixed_precision must stand around MultiSteps; got it inside. Call mixed_precision(MultiSteps(inner, k), "
+            "policy)."
         )
     gradients = value_and_grad(
         fun,
@@ -202,7 +198,4 @@ def _check_finite(amaxes: PyTree) -> None:
         if isinstance(amax, Tracer) or not amax.is_fully_addressable:
             return
         if not np.all(np.isfinite(amax)):
-            raise ValueError(
-                f"calibrate needs finite activations and gradients; got an amax of {np.max(amax)} at {path}. Look for "
-                f"the cause with jaxmp.monitor.first_bad_op."
-            )
+            raise ValueError(f"amaxes must be finite; got {np.max(amax)} at {path}. Use jaxmp.monitor.first_bad_op.")

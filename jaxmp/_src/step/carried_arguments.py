@@ -23,8 +23,7 @@ def chosen(carry_argnum: int | None, n: int, has_aux: bool) -> tuple[int, ...]:
         return ()
     if not has_aux:
         raise ValueError(
-            "the loss must return the new value of the argument that carry_argnum names; got has_aux=False. Return "
-            "(loss, new_value), or (loss, (new_value, others)), and pass has_aux=True."
+            "with carry_argnum= the loss must return (loss, new_value); got has_aux=False. Pass has_aux=True."
         )
     return microbatches.resolve_argnums(carry_argnum, n, "carry_argnum")
 

@@ -26,10 +26,7 @@ from jaxmp._src.step.state import StepState
 def check_rule(rule: Rule, policy: Any) -> None:
     """Raises for a dynamic loss scale that never skips; warns of float16 without a loss scale."""
     if not rule.skip_nonfinite and rule.scales and not isinstance(rule.scaler, static.StaticLossScale):
-        raise ValueError(
-            "a dynamic loss scale finds its value by overflow; got skip_nonfinite=False. Use a static loss_scale (a "
-            "number), or leave it out."
-        )
+        raise ValueError("a dynamic loss scale must skip overflows; got skip_nonfinite=False. Leave it out.")
     if rule.scaler is not None and not rule.scales and policy is not None and policy.uses_float16:
         warn(
             "float16-without-loss-scale",
@@ -60,8 +57,7 @@ def check_init(rule: Rule, params: PyTree) -> None:
 def _check_whole(params: PyTree) -> None:
     if any(map(_is_masked, jax.tree.leaves(params, is_leaf=_is_masked))):
         raise ValueError(
-            "the scales of all fp8 layers must move; got a part of the params. Put mixed_precision around "
-            "optax.multi_transform, masked or partition, not inside."
+            "mixed_precision must get all fp8 scales; got a part of the params. Put it around optax.multi_transform."
         )
 
 
@@ -72,8 +68,7 @@ def check_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: dic
     """
     if not isinstance(state, StepState):
         raise TypeError(
-            f"mixed_precision must get the state that its own init made; got {type(state).__name__}. Call "
-            f"tx.update(grads, opt_state, params) or jaxmp.apply_gradients(tx, grads, opt_state, params)."
+            f"opt_state must be that of tx.init; got {type(state).__name__}. Call tx.update(grads, opt_state, params)."
         )
     if adds or not _is_usual(rule, grads, state, params):
         _check_trees(rule, grads, state, params, adds=adds)
@@ -124,11 +119,10 @@ def _check_trees(rule: Rule, grads: PyTree, state: StepState, params: PyTree, *,
         if not casting.is_float(g):
             raise TypeError(
                 f"gradients must be float arrays; got {getattr(g, 'dtype', type(g).__name__)} at "
-                f"{tree_paths.path_str(path)}. Pass those of float params alone: loss, grads = "
-                f"jaxmp.value_and_grad(...)(...)."
+                f"{tree_paths.path_str(path)}. Call loss, grads = jaxmp.value_and_grad(...)(...)."
             )
     if params is None and (rule.policy is not None or rule.moves_scales is not None):
-        raise ValueError("master params need the params; got None. Call tx.update(grads, opt_state, params).")
+        raise ValueError("masters need the params; got None. Call tx.update(grads, opt_state, params).")
     if rule.moves_scales is not None:
         _check_whole(params)
     if rule.policy is not None:
@@ -146,8 +140,7 @@ def _check_masters(rule: Rule, state: StepState, params: PyTree, *, adds: bool) 
     if rule.remainder is not None and (adds or isinstance(params, optax.LookaheadParams)):
         got = "tx.update" if adds else "optax.lookahead"
         raise ValueError(
-            f"split masters (remainder_bits=) must be written with all params; got {got}. Call jaxmp.apply_gradients "
-            f"with mixed_precision around the whole optimizer, or leave remainder_bits=None."
+            f"remainder_bits= needs jaxmp.apply_gradients(tx, ...); got {got}. Call it, or leave remainder_bits=None."
         )
     own = scale_leaves.partition(params)[1] if rule.moves_scales is not None else params
     units, treedef = tree_paths.boxed_leaves(own)
@@ -158,29 +151,26 @@ def _check_masters(rule: Rule, state: StepState, params: PyTree, *, adds: bool) 
         expected = policy.param_dtype_of(path)
         leaves = jax.tree.leaves(unit)
         for x in leaves:
-            if not _is_masked(master) and x.dtype != expected:
-                raise ValueError(
-                    f"params must have the dtypes of the policy; got {x.dtype} at {path}, not {expected}. Train "
-                    f"params = policy.cast_to_param(params32); TrainState.create and nnx.Optimizer take policy=."
-                )
-            if casting.is_low_precision(x.dtype) and not casting.is_low_precision(expected):
+            is_wrong = not _is_masked(master) and x.dtype != expected
+            if not is_wrong and casting.is_low_precision(x.dtype) and not casting.is_low_precision(expected):
                 frozen = frozen_leaves.frozen_leaves(rule.optimizer.inner, own) if frozen is None else frozen
-                if not frozen[i]:
-                    raise ValueError(
-                        f"a 16-bit param that is trained must have a master; got {x.dtype} at {path}, where the policy "
-                        f"says {expected}. Train policy.cast_to_param(params32), or freeze it (optax.set_to_zero)."
-                    )
+                is_wrong = not frozen[i]  # a 16-bit param that is trained without a master
+            if is_wrong:
+                raise ValueError(
+                    f"params must have the dtypes of the policy; got {x.dtype} at {path}, not {expected}. Call "
+                    f"policy.cast_to_param(params32), or pass policy= to TrainState or nnx.Optimizer."
+                )
         for x, m in zip(leaves, () if _is_masked(master) else jax.tree.leaves(master), strict=False):
             if jnp.shape(x) != m.shape:
                 raise ValueError(
                     f"params must have the shapes of their masters; got {jnp.shape(x)} at {path}, and {m.shape}. Pass "
-                    f"the params that tx.init got, or call tx.init for these."
+                    f"those that tx.init got."
                 )
             kind = m.dtype if masters.is_remainder(m) else None
             if kind != rule.remainder and (kind is not None or x.dtype == jnp.bfloat16):
                 raise ValueError(
-                    f"masters must be of the kind that tx keeps; got {m.dtype} at {path}, with remainder_bits={bits}. "
-                    f"Make tx as it was, or make a new state: tx.init(jaxmp.get_master_params(opt_state, params))."
+                    f"masters must fit remainder_bits={bits}; got {m.dtype} at {path}. Call "
+                    f"tx.init(jaxmp.get_master_params(opt_state, params))."
                 )
 
 
@@ -204,8 +194,8 @@ def _check_branches(optimizer_state: Any) -> None:
             by_device = kind is optax.ApplyIfFiniteState or bool(jax.tree.leaves(getattr(state, "skip_state", ())))
             if tracked or by_device or (in_few_bytes and kind is optax.MultiStepsState):
                 raise ValueError(
-                    f"reduce_gradients must come before a transform that decides about a step; got it inside {name}. "
-                    f"Write jaxmp.mixed_precision({name}(optimizer, ...), policy, before=jaxmp.reduce_gradients(...))."
+                    f"reduce_gradients must come before {name}; got it inside. Pass it as before= of "
+                    f"jaxmp.mixed_precision."
                 )
 
 

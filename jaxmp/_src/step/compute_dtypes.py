@@ -99,7 +99,7 @@ def warn_of_wide(
         warn(
             "float16-without-loss-scale",
             f"matmuls run in float16, and there is no loss scale{name}: gradients below 6e-8 become zero. Use "
-            f'bfloat16, or give the optimizer a loss scale: jaxmp.mixed_precision(tx, "fp16").',
+            f'jaxmp.mixed_precision(tx, "fp16"), or bfloat16.',
         )
         return True
     return False
@@ -114,19 +114,18 @@ _F16 = np.dtype(np.float16)
 _LOW = (_F16, np.dtype(jnp.bfloat16))
 
 _NO_FP8 = (
-    "the policy says fp8, but no matmul of the loss runs in fp8. In linen, initialize the model in "
-    '`with jaxmp.autocast("fp8"):`; in nnx, call jaxmp.nnx.to_fp8(model) before you make the optimizer; elsewhere take '
-    'a recipe without state: jaxmp.autocast(loss_fn, "fp8", recipe=jaxmp.fp8.CurrentScaling()).'
+    "the policy says fp8, but no matmul of the loss runs in fp8. In linen, call model.init in "
+    '`with jaxmp.autocast("fp8"):`; in nnx, jaxmp.nnx.to_fp8(model) before the optimizer. Else call '
+    'jaxmp.autocast(loss_fn, "fp8", recipe=jaxmp.fp8.CurrentScaling()).'
 )
 _NOTHING = "no matmul or convolution of the loss runs in 16 bits or fp8"
 _NO_LOW = (
-    f"{_NOTHING}: jax computes a float32 input with a 16-bit param in float32. Say in which precision the loss runs: "
-    f"jaxmp.value_and_grad(loss_fn, policy=...), opt_state=state or opt_state=optimizer that carries a policy, or "
-    f'dtype= of the layers. If you want float32, say so: policy="fp32".'
+    f"{_NOTHING}, as jax computes float32 inputs in float32. Call jaxmp.value_and_grad(loss_fn, policy=...), or pass "
+    f'opt_state=state or opt_state=optimizer that carries a policy. For float32 say policy="fp32".'
 )
 _NO_LOW_POLICY = (
-    f"{_NOTHING}. Layers of keep_fp32, jaxmp.no_autocast, `with jaxmp.autocast(enabled=False)` and precision=HIGHEST "
-    f"stay in float32. Take these away, or use a policy that computes in float32."
+    f"{_NOTHING}. keep_fp32, jaxmp.no_autocast, autocast(enabled=False) or precision=HIGHEST keeps all in float32. "
+    f"Take it away, or use a policy that computes in float32."
 )
 
 

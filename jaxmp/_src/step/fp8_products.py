@@ -22,9 +22,8 @@ from jaxmp._src.base.warn import warn
 from jaxmp._src.fp8 import chosen_layers, matmul
 
 _OF_MODULES = (
-    'Modules keep that state: in linen initialize and run the model in `with jaxmp.autocast("fp8"):`, in nnx call '
-    "jaxmp.nnx.to_fp8(model). For other code take a recipe without state: "
-    'jaxmp.autocast(fn, "fp8", recipe=jaxmp.fp8.CurrentScaling())'
+    'In linen, make and run the model in `with jaxmp.autocast("fp8"):`; in nnx, call jaxmp.nnx.to_fp8(model). '
+    'Else call jaxmp.autocast(fn, "fp8", recipe=jaxmp.fp8.CurrentScaling()).'
 )
 
 
@@ -96,10 +95,8 @@ class Chooser:
         """Raises a ValueError for `with autocast(recipe=)` in a function that autocast rewrites."""
         if not self.of_policy:
             raise ValueError(
-                f"autocast(recipe=) counts the matmuls of a whole function, so the function around has the word; got "
-                f"`with jaxmp.autocast(..., recipe={self.rule.recipe!r})` in a function under autocast. Give recipe= "
-                f"and filter= to the autocast of that function, or wrap a function of your own: "
-                f'jaxmp.autocast(part, "fp8", recipe=...)(x).'
+                f"autocast(recipe=) must not be in a function under autocast; got {self.rule.recipe!r}. Pass recipe= "
+                f"to that autocast."
             )
 
     def _choose(self, operation: Operation, ends: Mapping[Any, str]) -> Fp8Product | str:
@@ -123,13 +120,12 @@ def chooser_of(recipe: Any, filter: chosen_layers.Filter = None, *, of_policy: b
             continue
         if part.has_state:
             raise ValueError(
-                f"autocast(recipe=) takes a recipe without state for the matmuls of a function; got {part!r}, whose "
-                f"scales are state. {_OF_MODULES}."
+                f"autocast(recipe=) must get a recipe without state; got {part!r}. Pass "
+                f"recipe=jaxmp.fp8.CurrentScaling()."
             )
         if part.rounds_at_random:
             raise ValueError(
-                f"autocast(recipe=) has no key for stochastic rounding; got {part!r}. Use "
-                f"NVFP4(stochastic_rounding=False), or jaxmp.fp8.dot_general(..., key=key)."
+                f"autocast(recipe=) must not round stochastically; got {part!r}. Use NVFP4(stochastic_rounding=False)."
             )
     return Chooser(rule, of_policy)
 
@@ -138,5 +134,5 @@ def _warn_of_state(count: int) -> None:
     warn(
         "recipe-needs-state",
         f"the policy's recipe needs state that this function does not hold, so none of its {count} matmuls with "
-        f'weights runs in fp8. {_OF_MODULES}; or use the policy "bf16".',
+        f"weights runs in fp8. {_OF_MODULES}",
     )

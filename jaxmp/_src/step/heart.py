@@ -202,8 +202,8 @@ def decide(
         objection = objection if isinstance(objection, jax.Array) else np.asarray(objection)
         if objection.shape or objection.dtype != bool:  # a number would skip each step where it is not 0
             raise TypeError(
-                f"skip_if(grads, metrics) must return one bool; got {objection.dtype}{list(objection.shape)}. Compare, "
-                f"and reduce: jnp.any(x > limit)."
+                f"skip_if(grads, metrics) must return one bool; got {objection.dtype}{list(objection.shape)}. Reduce "
+                f"it: jnp.any(x > limit)."
             )
         objections.append(jnp.asarray(objection))
     unwanted = functools.reduce(jnp.logical_or, objections, jnp.zeros((), bool))

@@ -236,8 +236,8 @@ def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> P
         for x in jax.tree.leaves(unit):
             if not is_frozen and not casting.is_float(x):
                 raise TypeError(
-                    f"an optimizer updates float params; got {getattr(x, 'dtype', type(x).__name__)} at {path}. Keep "
-                    f"such leaves outside of params, or freeze them: optax.multi_transform with optax.set_to_zero."
+                    f"params must be float; got {getattr(x, 'dtype', type(x).__name__)} at {path}. Keep it out of "
+                    f"params."
                 )
         # jax leaves out selections between arrays without elements, so the program does not show which are frozen.
         is_empty = all(casting.is_float(x) and x.size == 0 for x in jax.tree.leaves(unit))
@@ -247,9 +247,9 @@ def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> P
     if rounded:
         warn(
             "masters-from-16-bits",
-            f"masters should start from float32 params; got {len(rounded)} in 16 bits, the first at {rounded[0]}: "
-            f"their masters hold 16-bit numbers. Call tx.init(params32) before policy.cast_to_param(params32). If you "
-            f'have 16 bits only, say so: tx.init(jaxmp.get_policy("fp32").cast_to_param(params)).',
+            f"masters should start from float32 params; got {len(rounded)} in 16 bits, the first at {rounded[0]}. Call "
+            f"tx.init(params32) before policy.cast_to_param(params32). If you have 16 bits only, call "
+            f'tx.init(jaxmp.get_policy("fp32").cast_to_param(params)).',
         )
     return treedef.unflatten(masters)
 
@@ -290,21 +290,17 @@ def by_unit(treedef: Any, masters: PyTree, params: PyTree, may_be_frozen: bool =
             return [by_path.get(path, optax.MaskedNode()) for path, _ in tree_paths.boxed_leaves(params)[0]]
         if gone and not new and all(map(scale_leaves.is_scale, gone)):
             raise ValueError(
-                f"params must have the leaves that tx.init got; the fp8 scale {gone[0]} is in the optimizer's state "
-                f"only. The scales of fp8 layers belong to the params of the optimizer: pass nnx.state(model, "
-                f"nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale)) for wrt=nnx.LoRAParam, or nnx.state(model, nnx.Param)."
+                f"params must have the leaves of tx.init; got no fp8 scale {gone[0]}. Pass nnx.state(model, "
+                f"nnx.Any(wrt, jaxmp.nnx.Fp8Scale))."
             ) from e
         if not new and not gone:
             raise ValueError(
-                f"params must have the containers that tx.init got; got the same leaves in others (a FrozenDict for a "
-                f"dict, boxes for arrays): {e}. Put them back: flax.core.unfreeze(params), nnx.as_pure(params)."
+                f"params must have the containers of tx.init; got others: {e}. Call flax.core.unfreeze or nnx.as_pure."
             ) from e
         is_new = new and not may_be_frozen
         raise ValueError(
-            f"params must have the leaves that tx.init got; {(new if is_new else gone)[0]} is "
-            + ("in the params only" if is_new else "in the optimizer's state only")
-            + ". Make the optimizer last, after the model has all its layers: turn them to fp8 (jaxmp.nnx.to_fp8, or "
-            'model.init in jaxmp.autocast("fp8")) and add adapters (nnx.LoRA) before tx.init(params) or nnx.Optimizer.'
+            f"params must have the leaves of tx.init; got {'a new' if is_new else 'no'} "
+            f"{(new if is_new else gone)[0]}. Make the optimizer last, after all layers (fp8, LoRA)."
         ) from e
 
 
@@ -336,8 +332,7 @@ def remainder_dtype(bits: int | None, policy: Policy) -> Any:
         raise ValueError(f"remainder_bits must be None (float32 masters), 16 or 8; got {bits!r}")
     if jnp.dtype(policy.param_dtype) != jnp.bfloat16:
         raise ValueError(
-            f"remainder_bits splits the float32 master of a bfloat16 param, which is its upper half; got a policy with "
-            f'params in {jnp.dtype(policy.param_dtype)}. Use the policy "bf16", or leave remainder_bits=None.'
+            f'remainder_bits= must go with bfloat16 params; got {jnp.dtype(policy.param_dtype)}. Use the policy "bf16".'
         )
     return jnp.dtype(jnp.int16 if bits == 16 else jnp.int8)
 

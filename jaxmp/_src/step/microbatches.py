@@ -39,8 +39,8 @@ def split_arguments(
         return {}, {i: x for i, x in enumerate(args) if i not in others}
     if accumulate_argnums is None and len(chosen) > 1:
         raise ValueError(
-            f"accumulate={k} must know which arguments hold the batch; got {len(chosen)} that may. Name those to cut, "
-            f"accumulate_argnums={chosen} for all of them; the others are passed on whole."
+            f"accumulate={k} must know which arguments hold the batch; got {len(chosen)} that may. Pass "
+            f"accumulate_argnums={chosen} or fewer."
         )
     batch = {i: args[i] for i in chosen}
     check_batch(batch, k)
@@ -53,15 +53,14 @@ def check_batch(batch: dict[int, PyTree], k: int) -> None:
     leaves = [(tree_paths.path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_list)]
     if not leaves:
         raise ValueError(
-            f"accumulate={k} cuts the batch, which must be among the positional arguments; got no array there. Pass "
-            f"the batch by position: value_and_grad(loss_fn, accumulate={k})(params, batch, opt_state=opt_state)."
+            f"accumulate={k} must get the batch by position; got no array there. Call value_and_grad(...)(params, "
+            f"batch, opt_state=...)."
         )
     rows: dict[str, int] = {}
     for path, x in leaves:
         if is_list(x):
             raise ValueError(
-                f"a batch must hold arrays; got a list of {len(x)} Python numbers at argument {path}. Pass "
-                f"jnp.asarray(batch)."
+                f"a batch must hold arrays; got a list of {len(x)} numbers at argument {path}. Pass jnp.asarray(batch)."
             )
         if is_key(x) or not jnp.ndim(x):
             continue
@@ -77,12 +76,11 @@ def check_batch(batch: dict[int, PyTree], k: int) -> None:
     keys = [path for path, x in leaves if is_key(x) and x.dtype == jnp.uint32]
     if keys and k == 2 and set(rows.values()) <= {2}:  # a raw key, or two rows of numbers
         raise ValueError(
-            f"keys must be typed in a batch of two rows; got uint32[2] at argument {keys[0]}, which may be a raw key "
-            f"or two rows. Use jax.random.key, or another dtype for rows."
+            f"keys must be typed in a batch of two rows; got uint32[2] at argument {keys[0]}. Use jax.random.key."
         )
 
 
-_NAME_IT = "Name the arguments that hold the batch with accumulate_argnums=; the others are passed on whole."
+_NAME_IT = "Name the arguments to cut: accumulate_argnums=."
 
 
 def split_microbatches(tree: PyTree, k: int) -> PyTree:

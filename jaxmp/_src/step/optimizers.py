@@ -199,11 +199,9 @@ def updated(
     tree_paths.check_same_shapes(moves, full)
     has_structure = jax.tree.structure(new) == jax.tree.structure(state)  # if not, jax says how they differ
     if has_structure and (found := tree_paths.first_of_other_shape(new, state)):
-        path, shape, before = found
+        path, shape, before = found  # optax.adafactor factors large leaves only, and sees parts in shard_map
         raise ValueError(
-            f"a step must not change the shape of an array of the optimizer's state; got {shape} for {before} at "
-            f"{path}. An optimizer that factors large leaves only (optax.adafactor) takes the parts of shard_map for "
-            f"small leaves: use plain jax.jit, where it sees whole leaves."
+            f"a step must keep the shapes of opt_state; got {shape} for {before} at {path}. Use jax.jit, not shard_map."
         )
     return jax.tree.leaves(moves), new
 

@@ -114,8 +114,7 @@ class Policy(jmp.Policy):
             dtype = jnp.dtype(getattr(self, field))
             if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
                 raise ValueError(
-                    f"a policy's {field} must be float16, bfloat16, float32 or float64; got {dtype}. "
-                    f"8-bit floats need a scale per tensor and cannot be a plain storage dtype."
+                    f"a policy's {field} must be a float of 16 bits or more; got {dtype}. For fp8 use the policy 'fp8'."
                 )
             object.__setattr__(self, field, dtype)
         object.__setattr__(self, "keep_fp32", tree_paths.patterns_of(self.keep_fp32))
@@ -130,20 +129,15 @@ class Policy(jmp.Policy):
         if given is None:
             return None
         if formats.DTYPES.get(str(given), given) not in ("float32", np.float32, np.dtype(np.float32)):
-            raise ValueError(
-                f"a policy's reduce_dtype must be float32, or None for the dtype in which the backward pass computes; "
-                f"got {given!r}."
-            )
+            raise ValueError(f"a policy's reduce_dtype must be float32 or None; got {given!r}.")
         if self.recipe is not None:
             raise ValueError(
-                f"fp8 layers make the gradients of their kernels in the compute dtype, so a policy with a recipe has "
-                f"no reduce_dtype; got reduce_dtype={given!r} with {self.recipe!r}. Leave it out (reduce_dtype=None), "
-                f"or reduce in jax.shard_map by jaxmp.reduce_gradients(dtype=jnp.float32)."
+                f"a policy with a recipe must have no reduce_dtype; got {given!r} with {self.recipe!r}. Leave it out."
             )
         if self.param_dtype.itemsize == 2 and not self.computes_in_16_bits:
             raise ValueError(
-                f"reduce_dtype is for policies that compute in 16 bits; got reduce_dtype={given!r} with params in "
-                f"{self.param_dtype} and computation in {self.compute_dtype}. Store the params in float32 too."
+                f"reduce_dtype must go with computation in 16 bits; got {given!r} with "
+                f"compute_dtype={self.compute_dtype}. Leave it out."
             )
         return np.dtype(np.float32)
 
@@ -288,11 +282,8 @@ def get_policy(
         made = dataclasses.replace(made, says_keep_fp32=True)
     if not (isinstance(reduce_dtype, str) and reduce_dtype == "auto"):
         made = dataclasses.replace(made, reduce_dtype=reduce_dtype)
-    if jnp.float64 in (made.param_dtype, made.compute_dtype):
-        raise ValueError(
-            f"a policy trains in float16, bfloat16 or float32: gradients are unscaled, and the optimizer runs, in "
-            f"float32; got {made}, whose steps would be rounded to float32. Use 'fp32', or plain optax for float64."
-        )
+    if jnp.float64 in (made.param_dtype, made.compute_dtype):  # a step is unscaled and taken in float32
+        raise ValueError(f"a policy must be float16, bfloat16 or float32; got {made}. Use 'fp32'.")
     return made
 
 
@@ -312,8 +303,8 @@ def _made_from(policy: str | jmp.Policy, keep_fp32: tuple[str, ...]) -> Policy:
             policy = jmp.get_policy(policy)
         except ValueError as e:
             raise ValueError(
-                f"a policy is one of {', '.join(map(repr, _PRESETS))} or a jmp string such as "
-                f"'params=float32,compute=bfloat16,output=float32'; got {policy!r}{_close_to(policy)} ({e})"
+                f"a policy must be one of {', '.join(map(repr, _PRESETS))} or a jmp string "
+                f"('params=float32,compute=bfloat16,output=float32'); got {policy!r}{_close_to(policy)} ({e})"
             ) from e
     if isinstance(policy, jmp.Policy):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype, keep_fp32)

@@ -282,11 +282,10 @@ def explain_autocast(
         raise TypeError(f"explain_autocast must get a function; got {type(fn).__name__}: a result? Give fn, *args.")
     if rewrite.is_autocast(fn):
         raise ValueError(
-            "explain_autocast must get the function as it is written; got one of autocast. Give the function from "
-            "before: explain_autocast(fn, *args, dtype=...)."
+            "explain_autocast must get a function without autocast; got one of autocast. Pass the one before."
         )
     if grad and not measure:
-        raise ValueError("explain_autocast: grad=True measures the gradient too; it needs measure=True")
+        raise ValueError("explain_autocast: grad=True needs measure=True; got measure=False")
     if dtype is not None and policy is not None:
         raise ValueError(f"explain_autocast: give dtype= or policy=, not both; got {dtype!r} and {policy!r}")
     dtype = policy if dtype is None else dtype
@@ -322,8 +321,7 @@ def _with_recipe(dtype: Any, recipe: Any, filter: chosen_layers.Filter) -> tuple
         dtype, is_wide = dataclasses.replace(policy, recipe=None), not policy.computes_in_16_bits
     if is_wide:
         raise ValueError(
-            f"autocast: recipe= is for matmuls that run in 16 bits; got float32, which switches autocast off, and "
-            f'{recipe!r}. Give the policy "fp8", or jnp.bfloat16.'
+            f'autocast: recipe= must go with 16 bits; got float32 and {recipe!r}. Pass "fp8" or jnp.bfloat16.'
         )
     return dtype, chooser
 

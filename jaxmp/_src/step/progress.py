@@ -67,7 +67,4 @@ def check_progress(opt_state: Any, *, max_consecutive_skips: int = 50, max_pinne
         )
 
 
-_WHAT_TO_DO = (
-    "Look for NaN in the data and the loss (jaxmp.monitor.first_bad_op), lower the learning rate, or keep norms and "
-    "softmax in float32."
-)
+_WHAT_TO_DO = "Look for NaN with jaxmp.monitor.first_bad_op, or lower the learning rate."

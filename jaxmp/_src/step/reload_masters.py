@@ -54,9 +54,7 @@ def reload_master_params(opt_state: Any, params: PyTree) -> Any:
       Megatron-LM, core/optimizer/optimizer.py, `reload_model_params`.
     """
     if not states.with_masters(opt_state):
-        raise ValueError(
-            "opt_state must keep masters; got a state without masters. Pass (opt_state, params) of mixed_precision."
-        )
+        raise ValueError("opt_state must keep masters; got none. Pass (opt_state, params) of mixed_precision.")
     expected: dict[str, Any] = {}  # float32 masters of their shapes; None where there is none
     is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
     for state in states.with_masters(opt_state):
@@ -126,9 +124,7 @@ def _check_fits(new: dict[str, Any], expected: dict[str, Any], caller: str) -> N
     if missing or extra:
         got = f"{missing[0]} is missing" if missing else f"{extra[0]} is none of theirs"
         are_scales = missing and all(map(scale_leaves.is_scale, missing)) and not extra
-        fix = (
-            "Take those that are there: jaxmp.fp8.with_scales(params, old_params)." if are_scales else "Give the tree."
-        )
+        fix = "Call jaxmp.fp8.with_scales(params, old_params)." if are_scales else "Pass the whole tree."
         raise ValueError(
             f"{caller}: new params must have the leaves of the old ones; {got}. {leaf_paths.first_paths(new)} {fix}"
         )
@@ -139,8 +135,7 @@ def _check_fits(new: dict[str, Any], expected: dict[str, Any], caller: str) -> N
         if not _is_array(x) or np.shape(x) != like.shape:
             got = np.shape(x) if _is_array(x) else type(x).__name__
             raise ValueError(
-                f"{caller}: new params must be arrays with the shapes of the old ones; got {got} at {path}, expected "
-                f"{like.shape}."
+                f"{caller}: new params must be arrays of the old shapes; got {got} at {path}, expected {like.shape}."
             )
         if x.dtype != like.dtype and not (like.dtype in _FLOATS and x.dtype in _FLOATS):
             wanted = "float32" if like.dtype in _FLOATS else str(like.dtype)

@@ -164,8 +164,7 @@ def check_not_unscaled(grads: PyTree, scale: Array) -> None:
     by = MEMORY.unscaled.get(next(iter(jax.tree.leaves(grads)), None))
     if by is not None and by() is scale:
         raise ValueError(
-            "gradients must be unscaled once; got those that unscale returned, and the scaler from before. Use the one "
-            "that it returned: grads, scaler = scaler.unscale(grads)."
+            "gradients must be unscaled once; got them unscaled. Call grads, scaler = scaler.unscale(grads)."
         )
 
 
@@ -174,9 +173,8 @@ def check_not_scaled(grads: PyTree) -> None:
     scale = _scale_of(next(iter(jax.tree.leaves(grads)), None))
     if scale is not None and (isinstance(scale, Tracer) or float(scale) != 1.0):
         _warn(
-            "scaled gradients must be unscaled; got those that jaxmp.value_and_grad scaled by the loss scale of an "
-            "opt_state, and an optimizer that has none: the step is thousands of times too large. Wrap the optimizer, "
-            "jaxmp.mixed_precision(tx, policy), or pass its own opt_state to value_and_grad."
+            "scaled gradients must be unscaled by the optimizer's loss scale; got an optimizer that has none. The step "
+            "is thousands of times too large. Wrap it: jaxmp.mixed_precision(tx, policy)."
         )
 
 
@@ -192,29 +190,26 @@ def check_scaled(grads: PyTree, scale: Array, *, is_dynamic: bool) -> None:
         pass
     elif unscaled_by is not None and unscaled_by() is scale:
         message = (
-            "gradients are unscaled once, by the update; got those of jaxmp.unscale: the step is thousands of times "
-            "too small. Pass the gradients that value_and_grad returned."
+            "gradients are unscaled once, by the update; got those of jaxmp.unscale. The step is thousands of times "
+            "too small. Pass the gradients of value_and_grad."
         )
     elif scaled_by is not None and scaled_by is not scale:
         message = (
-            "gradients must be unscaled by the scale that scaled them; got two: that of the opt_state of "
-            "value_and_grad, and that of the opt_state of the update, an older or newer one, or one that is closed "
-            "over. Pass the same opt_state to both."
+            "gradients must be unscaled by the scale that scaled them; got the opt_state of value_and_grad, and "
+            "another opt_state of the update. Pass the same to both."
         )
     elif not isinstance(scale, Tracer):
         pass
     elif MEMORY.made.get(scale) and MEMORY.read.get(scale) is None and compat.trace_state() in MEMORY.traces:
         message = (
-            "gradients must be unscaled by the scale that scaled them; got an update by the scale that an earlier "
-            "update in this trace made, and no loss was scaled by it. Compute new gradients by jaxmp.value_and_grad "
-            "with the opt_state that this update gets."
+            "gradients must be unscaled by the scale that scaled them; got the scale that an earlier update in this "
+            "trace made. Compute new gradients by jaxmp.value_and_grad with the opt_state that this update gets."
         )
     elif not _may_be_of(grads, scale):
         message = (
-            "a loss scale that nobody read cannot have multiplied the gradients, and the update divides by it: they "
-            "come out thousands of times too small. Use jaxmp.value_and_grad(loss_fn)(params, ..., "
-            "opt_state=opt_state) in place of jax.value_and_grad. (If they were scaled elsewhere, call "
-            "jaxmp.get_loss_scale(()) once, or ignore jaxmp.UnreadLossScale.)"
+            "a loss scale that nobody read cannot have multiplied the gradients, and the update divides by it. Use "
+            "jaxmp.value_and_grad(loss_fn)(params, ..., opt_state=opt_state) in place of jax.value_and_grad. If they "
+            "were scaled elsewhere, call jaxmp.get_loss_scale(()) once."
         )
     if message:
         _warn(message)
@@ -234,10 +229,9 @@ def check_not_changed(grads: PyTree) -> None:
     if not all(degree in (1.0, homogeneity.EVERY, homogeneity.UNKNOWN) for degree in found):
         by = "" if cause is None else f" by {cause.primitive.name}{jaxprs.place_of(cause)}"
         _warn(
-            f"scaled gradients must not be clipped or normalized, as the result depends on the scale; got gradients "
-            f"that were changed{by} between value_and_grad and the update. Put the clip inside, "
-            f"jaxmp.mixed_precision(optax.chain(clip, inner), policy); look at norms of jaxmp.unscale(grads, "
-            f"opt_state)."
+            f"scaled gradients must not be clipped or normalized; got gradients that were changed{by} between "
+            f"value_and_grad and the update. Put the clip inside: jaxmp.mixed_precision(optax.chain(clip, inner), "
+            f"policy). For norms take jaxmp.unscale(grads, opt_state)."
         )
 
 
@@ -252,9 +246,8 @@ def check_policy_was_taken(opt_state: Any, grads: PyTree, policy: Any) -> None:
     computes_wide = not policy.computes_in_16_bits and policy.recipe is None
     if scale is not None and not is_told and not computes_wide and not _may_be_of(grads, scale):
         _warn(
-            f"this state carries the policy {policy}, and no loss took it from there. Use jaxmp.value_and_grad(loss_fn)"
-            f"(params, ..., opt_state=state), or jaxmp.nnx.value_and_grad(loss_fn)(model, ..., opt_state=optimizer). "
-            f"(If the model computes in 16 bits by itself, create the state without policy=.)"
+            f"this state carries the policy {policy}, and no loss took it from there. Call value_and_grad of jaxmp or "
+            f"jaxmp.nnx with opt_state=state. If the model computes in 16 bits by itself, leave out policy=."
         )
 
 

@@ -246,8 +246,8 @@ def get_amaxes(grads: PyTree) -> dict[str, Float[Array, "..."]]:
     for path, g in records.items():
         if jnp.shape(g)[-1:] != (amax_records.SIZE,):
             raise ValueError(
-                f"get_amaxes reads {amax_records.SIZE} numbers for each fp8 scale; got shape {jnp.shape(g)} at {path}, "
-                f"as of jax.grad. Differentiate by jaxmp.value_and_grad(loss_fn, policy=policy)."
+                f"grads must hold {amax_records.SIZE} numbers for each fp8 scale; got shape {jnp.shape(g)} at {path}. "
+                f"Use jaxmp.value_and_grad, not jax.grad."
             )
     return {path: amax_records.read(g).amax for path, g in records.items()}
 
@@ -256,8 +256,8 @@ def _check_numbers(tree: PyTree, reader: str, of: str) -> None:
     for path, x in tree_paths.leaves_by_path(tree).items():
         if isinstance(x, jax.ShapeDtypeStruct) and scale_leaves.is_scale(path):
             raise TypeError(
-                f"{reader} reads numbers; got a shape (jax.ShapeDtypeStruct) at {path}. Pass {of} that were computed, "
-                f"or call jax.eval_shape(jaxmp.fp8.{reader}, {of})."
+                f"{reader} reads numbers; got a jax.ShapeDtypeStruct at {path}. Call "
+                f"jax.eval_shape(jaxmp.fp8.{reader}, {of})."
             )
 
 
@@ -266,9 +266,9 @@ def check_scales(recipe: Recipe, params: PyTree, state: Any = None) -> None:
     leaves = tree_paths.boxed_leaves(params)[0]
     if not leaves:
         raise ValueError(
-            'params must hold fp8 scales for delayed scaling; got none. In linen, jaxmp.autocast(model.init, "fp8"); '
-            "in nnx, jaxmp.nnx.to_fp8(model) before the optimizer, and wrt=nnx.Any(filter, jaxmp.nnx.Fp8Scale); "
-            "around optax.multi_transform, not inside. Other layers: pass recipe=jaxmp.fp8.CurrentScaling()."
+            'params must hold fp8 scales; got none. In linen, call jaxmp.autocast(model.init, "fp8"); in nnx, '
+            "jaxmp.nnx.to_fp8(model) and pass wrt=nnx.Any(filter, jaxmp.nnx.Fp8Scale). Else pass "
+            "recipe=jaxmp.fp8.CurrentScaling()."
         )
     recipes = scale_leaves.recipes_of(recipe)
     for path, _ in leaves:
@@ -279,7 +279,7 @@ def check_scales(recipe: Recipe, params: PyTree, state: Any = None) -> None:
             kind = "powers of two" if holds_log2 else "any scale"
             raise ValueError(
                 f"the recipe must be the one of the layer; got {own!r} for {path}, which holds {kind} for "
-                f"{jnp.dtype(dtype)}. Give the layer and mixed_precision the same recipe."
+                f"{jnp.dtype(dtype)}. Pass both the same recipe."
             )
     if state is None:
         return
@@ -289,15 +289,15 @@ def check_scales(recipe: Recipe, params: PyTree, state: Any = None) -> None:
     got = [jnp.size(amax_state.scale) for amax_state in state.amax_states]
     if got != expected:
         raise ValueError(
-            f"the state must be of this recipe and these params; got groups of {got} fp8 scales, and {expected} in the "
-            f"params. Make it with tx.init(params), or restore the one that was saved with them."
+            f"opt_state must fit recipe and params; got groups of {got} fp8 scales, not {expected}. Call "
+            f"tx.init(params)."
         )
     for group, amax_state in zip(groups, state.amax_states, strict=True):
         length = amax_state.amax_history.shape[0]
         if length != group.recipe.amax_history_len:
             raise ValueError(
-                f"the amax history must have the recipe's length, {group.recipe.amax_history_len}; got {length}. Call "
-                f"opt_state = jaxmp.fp8.resize_history(opt_state, recipe) once."
+                f"the amax history must have the length {group.recipe.amax_history_len}; got {length}. Call "
+                f"jaxmp.fp8.resize_history(opt_state, recipe)."
             )
 
 

@@ -84,8 +84,7 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
     ) -> tuple[PyTree, Any, states.SharedLossScaleState]:
         if not any(state.scaling is not None for state in states.find(opt_state, states.StepState)):
             raise ValueError(
-                "an optimizer under a shared loss scale must unscale its gradients; got one that does not. Wrap it: "
-                "jaxmp.mixed_precision(inner, policy)."
+                "tx of a shared loss scale must unscale; got another. Call jaxmp.mixed_precision(inner, policy)."
             )
         if is_dynamic:
             scale_reads.check_scaled(grads, scale_state.scaling.loss_scale, is_dynamic=True)

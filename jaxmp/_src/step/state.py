@@ -330,8 +330,8 @@ def loss_scale_of(opt_state: Any) -> Float[Array, ""]:
     found = _scalings(opt_state)
     if len(found) > 1:
         raise ValueError(
-            f"one loss has one scale; got an opt_state with {len(found)} (without a loss scale it is 1). Put one "
-            f"mixed_precision around optax.multi_transform, or share a scale: jaxmp.shared_loss_scale."
+            f"opt_state must hold one loss scale; got {len(found)}. Put one mixed_precision around "
+            f"optax.multi_transform."
         )
     return found[0].loss_scale if found else jnp.ones((), jnp.float32)
 
@@ -346,10 +346,9 @@ def check_is_state(opt_state: Any, reader: str) -> None:
     is_empty = isinstance(opt_state, tuple) and not opt_state
     leaves = () if is_tx or is_empty else jax.tree.leaves(nnx.as_pure(opt_state), is_leaf=is_namedtuple)
     if is_tx or not (is_empty or any(map(is_namedtuple, leaves))):
-        got = "the optimizer. Pass tx.init(params)" if is_tx else f"{type(opt_state).__name__} without any"
+        got = "the optimizer" if is_tx else f"{type(opt_state).__name__} without any"
         raise TypeError(
-            f"{reader} reads the state of an optimizer; got {got}. Were arguments swapped (the order is opt_state, "
-            f"params), or was it restored as plain dicts?"
+            f"{reader} must get the state of an optimizer; got {got}. Pass opt_state as tx.init(params) makes it."
         )
 
 
@@ -378,7 +377,7 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
 
     if find(params, StepState):
         raise ValueError(
-            "params must be a tree of arrays; got an opt_state as params. Call get_master_params(opt_state, params)."
+            "params must be arrays; got an opt_state as params. Call get_master_params(opt_state, params)."
         )
     check_is_state(opt_state, "get_master_params")
 
@@ -396,8 +395,7 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
 def _upper_half(param: Array) -> Array:
     if param.dtype != jnp.bfloat16:
         raise ValueError(
-            f"a split master needs the bfloat16 param of the same step; got a param of {param.dtype}. Pass "
-            f"those that apply_gradients returned with this opt_state."
+            f"a split master must get its bfloat16 param; got {param.dtype}. Pass the params of apply_gradients."
         )
     return param
 
@@ -467,10 +465,7 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
       (1.0, False, nan)
     """
     if hasattr(opt_state, "get_scale"):
-        raise TypeError(
-            "get_metrics must get the state of an optimizer; got a GradScaler. Use its methods: scaler.get_scale(), "
-            "scaler.found_inf(), scaler.state_dict()."
-        )
+        raise TypeError("get_metrics must get the state of an optimizer; got a GradScaler. Call scaler.state_dict().")
     check_is_state(opt_state, "get_metrics")
     nan = jnp.full((), jnp.nan, jnp.float32)
     step = next(iter(find(opt_state, StepState)), None)
@@ -554,8 +549,8 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
     if found := tree_paths.first_of_other_shape(old, new):
         path, old_shape, new_shape = found
         raise ValueError(
-            f"what a skipped step restores must keep its shapes; got {new_shape} in new and {old_shape} in old at "
-            f"{path}. With accumulate= aux is stacked: carry BatchNorm's statistics by carry_argnum=."
+            f"a skipped step must keep shapes; got {new_shape} in new and {old_shape} in old at {path}. With "
+            f"accumulate=, pass carry_argnum=."
         )
     skipped = was_skipped(opt_state)
 

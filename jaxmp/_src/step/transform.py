@@ -112,8 +112,8 @@ def mixed_precision(
     if isinstance(loss_scale, str):
         if loss_scale != "auto":
             raise ValueError(
-                f'loss_scale must be "auto", None, a number or a loss-scale object; got {loss_scale!r}. For the rule '
-                f'of another system: jaxmp.DynamicLossScale.preset("megatron").'
+                f'loss_scale must be "auto", None, a number or a loss-scale object; got {loss_scale!r}. Call '
+                f"jaxmp.DynamicLossScale.preset({loss_scale!r})."
             )
         loss_scale = dynamic.DynamicLossScale() if policy.uses_float16 else None
     recipe = policy.recipe if recipe is None else recipe
@@ -290,8 +290,7 @@ def init(rule: heart.Rule, policy: Policy | None, params: PyTree) -> StepState:
     optimizer_state = rule.optimizer.init(weights)
     if rule.scaler is not None and states.has_loss_scale(optimizer_state):
         raise ValueError(
-            "mixed_precision (or unscale_and_skip) must stand once around an optimizer; got one around another. Keep "
-            "one: jaxmp.mixed_precision(optax.chain(clip, inner), policy)."
+            "mixed_precision must stand once around an optimizer; got two. Call jaxmp.mixed_precision(inner, policy)."
         )
     counts: dict[str, Any] = dict.fromkeys(states.COUNTED)
     if rule.scaler is not None:
@@ -363,8 +362,7 @@ def apply_gradients(
     if states.find(opt_state, StepState):
         raise ValueError(
             f"mixed_precision must stand around the whole optimizer; got {type(opt_state).__name__} around its state. "
-            f"What comes first (a mean over devices) goes into before=, all else (clipping, MultiSteps) goes inside: "
-            f"jaxmp.mixed_precision(optax.chain(clip, inner), policy)."
+            f"It goes inside, jaxmp.mixed_precision(optax.chain(clip, inner), policy), or into before=."
         )
     tree_paths.check_no_broadcast(grads, params)
     scale_reads.check_not_scaled(grads)
@@ -414,6 +412,4 @@ def largest_of(dtype: Any) -> float:
             return float(jnp.finfo(dtype).max)
     except (TypeError, ValueError):
         pass
-    raise TypeError(
-        f"clamp_inf must be the float dtype in which gradients overflow, such as jnp.float16, or None; got {dtype!r}"
-    )
+    raise TypeError(f"clamp_inf must be a float dtype such as jnp.float16, or None; got {dtype!r}")

@@ -124,8 +124,8 @@ def value_and_grad(
     single = isinstance(argnums, int)
     if not single and not (isinstance(argnums, Sequence) and all(isinstance(i, int) for i in argnums)):
         raise TypeError(
-            f"argnums must be positions; got {type(argnums).__name__}. The arguments of the loss come in a second "
-            f"call: value_and_grad(loss_fn)(params, *batch, opt_state=opt_state)."
+            f"argnums must be positions; got {type(argnums).__name__}. Call value_and_grad(loss_fn)(params, *batch, "
+            f"opt_state=opt_state)."
         )
     k = check_accumulate(accumulate)
     policy = None if policy is None else get_policy(policy)
@@ -297,28 +297,24 @@ def check_call(call: str, args: Sequence[Any], argnums: Sequence[int], opt_state
     argument_kinds.check(call, **given, opt_state=("state or holder", opt_state))
     if not states.has_loss_scale(getattr(opt_state, "opt_state", opt_state)):
         raise ValueError(
-            f"opt_state must hold the loss scale of the update; "
-            f"{'it was not given' if opt_state is None else 'it holds none'}. Pass opt_state=, the state of "
-            f"jaxmp.mixed_precision(...).init(params), a TrainState or an nnx.Optimizer."
+            f"opt_state must hold a loss scale; got {'None' if opt_state is None else 'a state without'}. Pass "
+            f"opt_state=, the state of jaxmp.mixed_precision(...), or a TrainState."
         )
 
 
 def check_params(params: dict[int, PyTree], k: int) -> None:
     """Raises for arguments, by position, without gradients, or whose gradients `k` microbatches cannot add up."""
     if any(isinstance(x, nnx.Module) for x in params.values()):
-        raise TypeError(
-            "params must be a pytree of arrays; got an nnx module. Use jaxmp.nnx.value_and_grad(loss_fn)(model, ...)."
-        )
+        raise TypeError("params must be arrays; got an nnx module. Use jaxmp.nnx.value_and_grad(loss_fn)(model, ...).")
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if not casting.is_float(jnp.asarray(x) if isinstance(x, int | float | complex) else x):
             raise TypeError(
-                f"gradients need float params; got {getattr(x, 'dtype', type(x).__name__)} at argument "
-                f"{tree_paths.path_str(path)}. Pass such leaves in another argument, not in argnums."
+                f"params must be float; got {getattr(x, 'dtype', type(x).__name__)} at argument "
+                f"{tree_paths.path_str(path)}. Pass it in another argument."
             )
     if k > 1 and (path := host_memory.first_on_host(params)) is not None:
         raise ValueError(
-            f"accumulate={k} adds gradients on the device; got params in host memory at {path}. Use "
-            f"jaxmp.offload.stream_layers(..., num_microbatches={k})."
+            f"with accumulate= params must be on the device; got {path} on the host. Use jaxmp.offload.stream_layers."
         )
 
 
@@ -331,15 +327,14 @@ def loss_and_aux(out: Any, has_aux: bool, k: int) -> tuple[Any, Any]:
     is_number = isinstance(loss, jax.Array | np.ndarray | np.generic | int | float)
     if not is_number or jnp.ndim(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         got = f"{jnp.result_type(loss)}{list(jnp.shape(loss))}" if is_number else type(loss).__name__
-        fix = "Return (loss, (aux, stats))" if isinstance(loss, tuple) else "Reduce it with jnp.mean"
-        raise TypeError(
-            f"the loss must be a float scalar; got {got}. {fix}, and return (loss, aux) only with has_aux=True."
-        )
+        fix = "Return (loss, (aux, stats))" if has_aux else "Pass has_aux=True"
+        fix = fix if isinstance(loss, tuple) else "Reduce it with jnp.mean"
+        raise TypeError(f"the loss must be a float scalar; got {got}. {fix}.")
     if jnp.result_type(loss) == jnp.float16:
         warn(
             "16-bit-loss",
-            "the loss is float16, and so is the loss scale that multiplies it backwards: a scale above 65504 overflows "
-            "in every step. Compute the loss in float32, for instance from logits.astype(jnp.float32).",
+            "the loss is float16, in which a scale above 65504 overflows in every step. Compute the loss in float32, "
+            "for instance from logits.astype(jnp.float32).",
         )
     for path, x in jax.tree_util.tree_leaves_with_path(aux) if k > 1 else ():
         if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
