@@ -725,6 +725,7 @@ def test_gradients_that_were_unscaled_need_the_scaler_that_did_it(jit):
     step = jax.jit(step, static_argnums=2) if jit else step
     assert step(params, jaxmp.GradScaler(), True)["w"].tolist() == [0.0, 0.0]
     with pytest.raises(
-        ValueError, match="must be unscaled once; got them unscaled. Call grads, scaler = scaler.unscale"
+        ValueError,
+        match="got those of unscale, and the scaler from before. Use what it returned",
     ):
         step(params, jaxmp.GradScaler(), False)

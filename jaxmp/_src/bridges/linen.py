@@ -167,7 +167,7 @@ class TrainState(_Replaced, train_state.TrainState):
         fields = {name: value for name, value in kwargs.items() if name in known}
         extra = {name: value for name, value in kwargs.items() if name not in known}
         if self.policy is not None:
-            scale_reads.check_policy_was_taken(self.opt_state, grads, self.policy)
+            named_once.check_taken(self.policy, self.opt_state, grads)
         params, opt_state = transform.apply_gradients(self.tx, grads, self.opt_state, self.params, **extra)
         fields["step"] = fields.get("step", self.step + 1)
         old = {name: getattr(self, name) for name in fields}

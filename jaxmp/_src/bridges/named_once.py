@@ -4,8 +4,10 @@ from typing import Any
 
 import jmp
 import optax
+from jax.core import Tracer
+from jaxtyping import PyTree
 
-from jaxmp._src.step import policy as policy_lib, transform
+from jaxmp._src.step import policy as policy_lib, scale_reads, state as states, transform
 from jaxmp._src.step.transform import Transformation
 
 
@@ -43,3 +45,19 @@ def wrapped(
                 f"optimizer as tx."
             )
     return tx, chosen
+
+
+def check_taken(policy: policy_lib.Policy, opt_state: Any, grads: PyTree) -> None:
+    """Warns if the loss of `grads` cannot have run in the policy that a TrainState or nnx.Optimizer carries.
+
+    The update tells it of a dynamic loss scale in a trace.
+    """
+    found = states.find(opt_state, states.StepState)
+    scale = found[0].scaling.loss_scale if found and found[0].scaling is not None else None
+    is_told = policy.uses_float16 and isinstance(scale, Tracer)
+    computes_wide = not policy.computes_in_16_bits and policy.recipe is None
+    if scale is not None and not is_told and not computes_wide and not scale_reads.may_be_of(grads, scale):
+        scale_reads.warn_of_unread(
+            f"this state carries the policy {policy}, and no loss took it from there. Call value_and_grad of jaxmp or "
+            f"jaxmp.nnx with opt_state=state. If the model computes in 16 bits by itself, leave out policy=."
+        )

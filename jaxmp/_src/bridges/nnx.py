@@ -28,7 +28,6 @@ from jaxmp._src.step import (
     microbatches,
     policy as policy_lib,
     reload_masters,
-    scale_reads,
     scales,
     state as states,
     transform,
@@ -189,7 +188,7 @@ class Optimizer(nnx.Optimizer):
         """
         pure = nnx.as_pure
         if self.policy is not None:
-            scale_reads.check_policy_was_taken(pure(self.opt_state), pure(grads), self.policy)
+            named_once.check_taken(self.policy, pure(self.opt_state), pure(grads))
         params, opt_state = transform.apply_gradients(
             self.tx, pure(grads), pure(self.opt_state), pure(nnx.state(model, self.wrt)), **pure(kwargs)
         )

@@ -73,7 +73,7 @@ def check_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: dic
     if adds or not _is_usual(rule, grads, state, params):
         _check_trees(rule, grads, state, params, adds=adds)
     if compat.manual_axes():
-        _check_branches(state.optimizer_state)
+        reduce.check_branches(state.optimizer_state)
     is_dynamic = rule.scales and not isinstance(rule.scaler, static.StaticLossScale)
     own_scale = state.scaling.loss_scale if is_dynamic and extra.get("loss_scale") is None else None
     if state.scaling is not None:
@@ -171,31 +171,6 @@ def _check_masters(rule: Rule, state: StepState, params: PyTree, *, adds: bool) 
                 raise ValueError(
                     f"masters must fit remainder_bits={bits}; got {m.dtype} at {path}. Call "
                     f"tx.init(jaxmp.get_master_params(opt_state, params))."
-                )
-
-
-def _check_branches(optimizer_state: Any) -> None:
-    """Raises for `reduce_gradients` inside a transform that runs it in a branch.
-
-    Before the branch the gradients of a device are its own: what MultiSteps adds up would differ between devices, and
-    what apply_if_finite decides too. In pmap, and where jax tracks no axes, MultiSteps decides the same everywhere.
-    """
-    branches = {
-        optax.MultiStepsState: "optax.MultiSteps",
-        optax.ApplyIfFiniteState: "optax.apply_if_finite",
-        optax.ConditionallyTransformState: "optax.conditionally_transform",
-    }
-    tracked = any(map(compat.is_tracked, compat.manual_axes()))
-    for kind, name in branches.items():
-        for state in states.find(optimizer_state, kind):
-            in_few_bytes = bool(states.find(state, reduce.UnsentState))
-            if not in_few_bytes and not states.find(state, reduce.ReducedState):
-                continue
-            by_device = kind is optax.ApplyIfFiniteState or bool(jax.tree.leaves(getattr(state, "skip_state", ())))
-            if tracked or by_device or (in_few_bytes and kind is optax.MultiStepsState):
-                raise ValueError(
-                    f"reduce_gradients must come before {name}; got it inside. Pass it as before= of "
-                    f"jaxmp.mixed_precision."
                 )
 
 

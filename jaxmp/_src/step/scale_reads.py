@@ -164,7 +164,8 @@ def check_not_unscaled(grads: PyTree, scale: Array) -> None:
     by = MEMORY.unscaled.get(next(iter(jax.tree.leaves(grads)), None))
     if by is not None and by() is scale:
         raise ValueError(
-            "gradients must be unscaled once; got them unscaled. Call grads, scaler = scaler.unscale(grads)."
+            "gradients must be unscaled once; got those of unscale, and the scaler from before. Use what it returned: "
+            "grads, scaler = scaler.unscale(grads)."
         )
 
 
@@ -172,7 +173,7 @@ def check_not_scaled(grads: PyTree) -> None:
     """Warns if `grads`, of an optimizer that unscales nothing, were scaled."""
     scale = _scale_of(next(iter(jax.tree.leaves(grads)), None))
     if scale is not None and (isinstance(scale, Tracer) or float(scale) != 1.0):
-        _warn(
+        warn_of_unread(
             "scaled gradients must be unscaled by the optimizer's loss scale; got an optimizer that has none. The step "
             "is thousands of times too large. Wrap it: jaxmp.mixed_precision(tx, policy)."
         )
@@ -205,14 +206,14 @@ def check_scaled(grads: PyTree, scale: Array, *, is_dynamic: bool) -> None:
             "gradients must be unscaled by the scale that scaled them; got the scale that an earlier update in this "
             "trace made. Compute new gradients by jaxmp.value_and_grad with the opt_state that this update gets."
         )
-    elif not _may_be_of(grads, scale):
+    elif not may_be_of(grads, scale):
         message = (
             "a loss scale that nobody read cannot have multiplied the gradients, and the update divides by it. Use "
             "jaxmp.value_and_grad(loss_fn)(params, ..., opt_state=opt_state) in place of jax.value_and_grad. If they "
             "were scaled elsewhere, call jaxmp.get_loss_scale(()) once."
         )
     if message:
-        _warn(message)
+        warn_of_unread(message)
     if (read_for := MEMORY.read.get(scale)) is not None:
         MEMORY.alone.subtract(read_for)
         read_for.clear()
@@ -228,30 +229,14 @@ def check_not_changed(grads: PyTree) -> None:
     found, cause = homogeneity.degrees_while_traced(changed, known, most=1000 + 20 * len(changed))
     if not all(degree in (1.0, homogeneity.EVERY, homogeneity.UNKNOWN) for degree in found):
         by = "" if cause is None else f" by {cause.primitive.name}{jaxprs.place_of(cause)}"
-        _warn(
+        warn_of_unread(
             f"scaled gradients must not be clipped or normalized; got gradients that were changed{by} between "
             f"value_and_grad and the update. Put the clip inside: jaxmp.mixed_precision(optax.chain(clip, inner), "
             f"policy). For norms take jaxmp.unscale(grads, opt_state)."
         )
 
 
-def check_policy_was_taken(opt_state: Any, grads: PyTree, policy: Any) -> None:
-    """Warns if the loss of `grads` cannot have run in the policy that a TrainState or nnx.Optimizer carries.
-
-    `check_scaled` tells it of a dynamic loss scale in a trace.
-    """
-    found = states.find(opt_state, states.StepState)
-    scale = found[0].scaling.loss_scale if found and found[0].scaling is not None else None
-    is_told = policy.uses_float16 and isinstance(scale, Tracer)
-    computes_wide = not policy.computes_in_16_bits and policy.recipe is None
-    if scale is not None and not is_told and not computes_wide and not _may_be_of(grads, scale):
-        _warn(
-            f"this state carries the policy {policy}, and no loss took it from there. Call value_and_grad of jaxmp or "
-            f"jaxmp.nnx with opt_state=state. If the model computes in 16 bits by itself, leave out policy=."
-        )
-
-
-def _may_be_of(grads: PyTree, scale: Array) -> bool:
+def may_be_of(grads: PyTree, scale: Array) -> bool:
     """Whether a loss that read `scale` can have made `grads`."""
     first = next(iter(jax.tree.leaves(grads)), None)
     comes_in = isinstance(first, Tracer) and compat.is_input(first)
@@ -259,5 +244,5 @@ def _may_be_of(grads: PyTree, scale: Array) -> bool:
     return is_read or comes_in or MEMORY.anywhere or any(MEMORY.alone[ranks] > 0 for ranks in (_ranks(grads), None))
 
 
-def _warn(message: str) -> None:
+def warn_of_unread(message: str) -> None:
     warn("unread-loss-scale", message, UnreadLossScale)

@@ -112,8 +112,8 @@ def mixed_precision(
     if isinstance(loss_scale, str):
         if loss_scale != "auto":
             raise ValueError(
-                f'loss_scale must be "auto", None, a number or a loss-scale object; got {loss_scale!r}. Call '
-                f"jaxmp.DynamicLossScale.preset({loss_scale!r})."
+                f'loss_scale must be "auto", None, a number or a loss-scale object; got {loss_scale!r}. For '
+                f'another rule: jaxmp.DynamicLossScale.preset("megatron").'
             )
         loss_scale = dynamic.DynamicLossScale() if policy.uses_float16 else None
     recipe = policy.recipe if recipe is None else recipe
