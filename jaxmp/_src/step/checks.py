@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import PyTree
 
@@ -85,7 +86,7 @@ def check_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: dic
         if rule.scaler is not None:  # what a step tells its optimizer
             given = extra.get("loss_scale")
             scale = states.loss_scale_of(state) if given is None else given
-            held |= {"grads_finite": jnp.ones((), bool), "loss_scale": scale, "next_loss_scale": scale}
+            held |= {"grads_finite": np.bool_(True), "loss_scale": scale, "next_loss_scale": scale}
         inner = rule.optimizer.inner
         run = functools.partial(inner_update.update, inner, extra_args=held)
         whole_leaves.check(run, inner.init, grads, state.optimizer_state, params)
