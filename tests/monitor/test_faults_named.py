@@ -540,7 +540,7 @@ FAULTS = {
 
 @pytest.mark.thorough(4)
 @pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.filterwarnings("ignore:gradients that are multiplied by a loss scale must not be clipped")
+@pytest.mark.filterwarnings("ignore:scaled gradients must not be clipped")
 def test_a_fault_is_named_within_50_steps(name):
     fault = FAULTS[name]
     monitor = watch(fault.run)

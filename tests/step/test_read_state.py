@@ -115,7 +115,8 @@ def test_params_that_the_optimizer_does_not_train_are_frozen(policy, tmp_path):
     assert_moved(tensors["lora.lora_a"], found["lora"]["lora_a"][...])
     assert_moved(tensors["kernel"], found["kernel"][...])
     stats = jaxmp.monitor.step_stats(nnx.state(model, nnx.LoRAParam), state, whole)
-    assert stats.params["kernel"]["amax"] == jnp.max(jnp.abs(found["kernel"][...])) and "kernel" not in stats.probes
+    assert stats.params["kernel"]["amax"] == jnp.max(jnp.abs(found["kernel"][...]))
+    assert ("kernel" in stats.probes) == (policy == "fp8")  # in float32 it may be one that trains without a master
 
 
 def test_masters_without_their_params_are_named():

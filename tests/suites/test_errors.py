@@ -318,7 +318,7 @@ AT_THE_START = {
         (
             '"auto", None, a number or a loss-scale object',
             "got 'megatron'",
-            "jaxmp.DynamicLossScale.preset('megatron')",
+            'jaxmp.DynamicLossScale.preset("megatron")',
         ),
     ),
     "scale_without_protocol": (lambda: mixed(loss_scale=object()), TypeError, ("jmp's protocol", "lacks .loss_scale")),
