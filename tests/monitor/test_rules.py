@@ -86,7 +86,10 @@ def test_scales_and_counts_of_the_metrics():
     assert findings([{"pinned_overflows": float(i), "loss_scale": 1.0, "skipped": 1.0} for i in range(5)]) == {
         ("stuck_scale", ""): 3
     }
-    assert findings([{"loss_scale": 2.0**31}, {"loss_scale": 2.0**32}]) == {("stuck_scale", ""): 1}
+    assert findings([{"loss_scale": 2.0**k} for k in (16, 31, 32)]) == {("stuck_scale", ""): 2}
+    assert not findings([{"loss_scale": 2.0**k} for k in (40, 33, 36)])  # it was to begin there
+    overflow = {"loss_scale": 2.0**31, "skipped": 1.0}
+    assert not findings([{"loss_scale": 2.0**16}, overflow, {"loss_scale": 2.0**32}])  # it is at its level
     assert findings([{"fp8/lost_gradients": np.nan}, {"fp8/lost_gradients": 2.0}]) == {("lost_gradients", ""): 1}
     assert findings([{"fp8/spoiled": 0.0}, {"fp8/spoiled": 1.0}]) == {("spoiled_amaxes", ""): 1}
     counts = [{"stale_masters": float(x)} for x in (0, 3, 1, 20, 200)]  # optax.apply_updates leaves a few behind

@@ -137,8 +137,8 @@ def split_exactly(state: Any, full: dict[str, Any]) -> tuple[Any, dict[str, Any]
 
 def _continued(old: StepState | None, new: StepState, *, same_layers: bool) -> StepState:
     """`new` with the loss scale, the counts and the fp8 histories of `old` (None: the old job was plain optax)."""
-    if old is None:
-        return new._replace(scaling=_scaling(None, new.scaling))
+    if old is None:  # no loss scale is lost
+        return new
     counts = {name: getattr(old, name) for name in (*states.COUNTED, "rounding_count") if name != "unscaled_fp16"}
     counts = {name: x for name, x in counts.items() if x is not None and getattr(new, name) is not None}
     has_histories = jax.tree.leaves(new.fp8_scales) and jax.tree.leaves(old.fp8_scales)

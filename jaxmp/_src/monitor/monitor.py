@@ -99,6 +99,7 @@ class Monitor:
         self._skipped: deque[bool] = deque(maxlen=window)
         self._losses, self._stale_masters = rules.Losses(), rules.StaleMasters()
         self._absences, self._dead_updates = rules.Absences(), rules.DeadUpdates()
+        self._level = 0.0  # the largest loss scale that the run began with, or that an overflow left
         self._finite: set[str] = set()  # params and carried arrays that were finite in a sample
         self._suspected: deque[set[tuple[str, str]]] = deque(maxlen=3 * patience)  # of the last samples: kind, path
 
@@ -164,8 +165,10 @@ class Monitor:
             stats = jax.tree.map(lambda x: x[0], stats)
         sample = stats if stats is not None and bool(stats.grads.sampled) else None
         patience = self._patience
+        if not self.steps or row.get("skipped", 0.0) == 1:
+            self._level = max(self._level, row.get("loss_scale", 1.0))
         found = [
-            *rules.stuck_scale(step, row, patience),
+            *rules.stuck_scale(step, row, patience, self._level),
             *rules.fp8_gradients(step, row),
             *self._losses.take(step, row, patience),
             *self._stale_masters.take(step, row, stats),

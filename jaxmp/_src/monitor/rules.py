@@ -93,10 +93,13 @@ def skips(step: int, skipped: Sequence[bool], is_full: bool, limit: float, suspe
         )
 
 
-def stuck_scale(step: int, row: dict[str, float], patience: int) -> Iterator[Finding]:
-    """Several overflows in a row at the lower bound of the loss scale; or a scale that no gradient ever stopped."""
+def stuck_scale(step: int, row: dict[str, float], patience: int, level: float) -> Iterator[Finding]:
+    """Several overflows in a row at the lower bound of the loss scale; or a scale that grows and grows.
+
+    `level`: the largest scale that the run began with, or that an overflow left. A scale near it is no surprise.
+    """
     scale = row.get("loss_scale", 1.0)
-    if scale >= _HIGHEST_SCALE and row.get("skipped", 0.0) != 1:
+    if scale >= _HIGHEST_SCALE and scale > 4 * level and row.get("skipped", 0.0) != 1:
         yield Finding(
             "stuck_scale",
             step,
