@@ -482,7 +482,7 @@ FAULTS = {
         23, run("fp8", adam(), dead), "no_gradient", "grads/middle/kernel", ("no_gradient", "lost_gradients")
     ),
     "scaled gradients that are clipped": Planted(0, run("fp16", grads=clipped), "no_gradient", "grads"),
-    "the same, after the statistics": Planted(0, run("fp16", late=clipped), "dead_update", MIDDLE, ("dead_update",)),
+    "the same, after the statistics": Planted(0, run("fp16", late=clipped), "dead_update", "params"),
     "an fp8 tensor that saturates": Planted(
         30, run("fp8", adam(), loss=growing), "saturation", "middle/Fp8DotGeneral_0/fp8_rhs_e4m3_log2_scale"
     ),
@@ -491,7 +491,7 @@ FAULTS = {
     "bfloat16 params without masters": Planted(
         0, run("bf16", optax.sgd(1e-5), options={"has_masters": False}), "dead_update", MIDDLE, ("dead_update",)
     ),
-    "a learning rate of 0": Planted(35, run("bf16", rate_0), "dead_update", MIDDLE, ("dead_update",)),
+    "a learning rate of 0": Planted(35, run("bf16", rate_0), "dead_update", "params"),
     "NaN in BatchNorm of linen": Planted(
         20,
         run("bf16", make=batch_norm, state=bad_state("first_norm']['var", jnp.nan)),
@@ -508,7 +508,7 @@ FAULTS = {
         20, run("bf16", make=in_nnx, state=bad_state("mean", jnp.nan)), "overflow", "state/norm/mean"
     ),
     "NaN in a recurrent state": Planted(
-        20, run("bf16", make=carried, state=bad_state("h", jnp.nan)), "overflow", "state/h", ("overflow",)
+        20, run("bf16", make=carried, state=bad_state("h", jnp.nan)), "overflow", "state/h", ("overflow", "skips")
     ),
     "NaN in a param that is rarely used": Planted(
         35, run("fp32", optax.sgd(0.1), language, params=bad_row), "overflow", "params/embed/embedding"
@@ -526,10 +526,10 @@ FAULTS = {
         0, run("fp16", optax.adam(3e-2), with_temperature), "saturation", "params/temperature"
     ),
     "old params and state that come back": Planted(
-        35, run("bf16", carry=old_from(35, also_state=True)), "dead_update", MIDDLE, ("dead_update",)
+        35, run("bf16", carry=old_from(35, also_state=True)), "dead_update", "params"
     ),
     "old params that come back": Planted(
-        35, run("fp32", carry=old_from(35, also_state=False)), "dead_update", MIDDLE, ("dead_update",)
+        35, run("fp32", carry=old_from(35, also_state=False)), "dead_update", "params"
     ),
     # A norm that is small, or always the same, may be a healthy one. The call says it: it warns of a clip of scaled
     # gradients, and of a loss scale that nothing read.

@@ -378,3 +378,84 @@ def test_gradients_that_were_made_by_hand_are_not_asked_about():
 def test_scaled_gradients_may_be_averaged(name):
     with fresh_process():
         changed_by(LINEAR[name])
+
+
+def clipped_by_optax(grads):
+    return optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())[0]
+
+
+def scale_of(state):
+    return jaxmp.get_loss_scale(state)
+
+
+BEFORE_THE_UPDATE = {  # gradients, state and params -> what the update gets: whether it is warned of, and how
+    "unscaled and clipped": (lambda g, s, p: clipped_by_optax(jaxmp.unscale(g, s)), "got those of jaxmp.unscale"),
+    "unscaled, times 1": (lambda g, s, p: jax.tree.map(lambda x: x * 1.0, jaxmp.unscale(g, s)), "jaxmp.unscale"),
+    "clipped": (lambda g, s, p: clipped_by_optax(g), "must not be clipped"),
+    "with weight decay": (lambda g, s, p: jax.tree.map(lambda g, p: g + 0.1 * p, g, p), "added to what is not scaled"),
+    "with scaled decay": (lambda g, s, p: jax.tree.map(lambda g, p: g + 0.1 * p * scale_of(s), g, p), None),
+    "scaled again": (
+        lambda g, s, p: jax.tree.map(lambda x: x * scale_of(s), clipped_by_optax(jaxmp.unscale(g, s))),
+        None,
+    ),
+    "by a ratio": (
+        lambda g, s, p: jax.tree.map(lambda x: x * jnp.minimum(1, 1 / optax.tree.norm(jaxmp.unscale(g, s))), g),
+        None,
+    ),
+    "where params are": (lambda g, s, p: jax.tree.map(lambda g, p: jnp.where(p > 0, g, 0), g, p), None),
+}
+
+
+@pytest.mark.thorough(3)
+@pytest.mark.parametrize("name", BEFORE_THE_UPDATE)
+@pytest.mark.parametrize("loss_scale", ["auto", 1024.0], ids=["dynamic", "static"])
+def test_gradients_that_were_changed_before_the_update(name, loss_scale):
+    change, said = BEFORE_THE_UPDATE[name]
+    tx = mixed(loss_scale=loss_scale)
+
+    def step(params, state):
+        _, grads = jaxmp.value_and_grad(loss_fn, policy=POLICY)(params, X, opt_state=state)
+        return jaxmp.apply_gradients(tx, change(grads, state, params), state, params)
+
+    with fresh_process(), contextlib.nullcontext() if said is None else pytest.warns(jaxmp.UnreadLossScale, match=said):
+        trace(step, PARAMS, tx.init(PARAMS))
+
+
+def test_unscaled_gradients_for_an_update_that_does_not_unscale():
+    tx = mixed()
+
+    def step(params, state):
+        _, grads = jaxmp.value_and_grad(loss_fn, policy=POLICY)(params, X, opt_state=state)
+        grads = clipped_by_optax(jaxmp.unscale(grads, state))
+        return jaxmp.apply_gradients(tx, grads, state, params, loss_scale=jnp.float32(1.0))
+
+    with fresh_process():
+        trace(step, PARAMS, tx.init(PARAMS))
+
+
+@pytest.mark.parametrize(
+    ("before", "is_named"),
+    [(optax.clip_by_global_norm(1.0), True), (jaxmp.reduce_gradients(None), False), (optax.scale(0.5), False)],
+    ids=["clip", "mean", "factor"],
+)
+def test_what_comes_before_is_proportional(before, is_named):
+    tx = mixed(before=before)
+
+    def step(params, state):
+        _, grads = jaxmp.value_and_grad(loss_fn, policy=POLICY)(params, X, opt_state=state)
+        return jaxmp.apply_gradients(tx, grads, state, params)
+
+    named = pytest.warns(jaxmp.UnreadLossScale, match="before= gets scaled gradients")
+    with fresh_process(), named if is_named else contextlib.nullcontext():
+        trace(step, PARAMS, tx.init(PARAMS))
+
+
+def test_an_update_with_gradients_as_params_is_refused():
+    tx = mixed()
+
+    def step(params, state):
+        _, grads = jaxmp.value_and_grad(loss_fn, policy=POLICY)(params, X, opt_state=state)
+        return tx.update(params, state, grads)
+
+    with fresh_process(), pytest.raises(TypeError, match="got gradients as params. Swap them"):
+        trace(step, PARAMS, tx.init(PARAMS))

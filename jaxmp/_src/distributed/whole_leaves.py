@@ -91,9 +91,9 @@ def _check_cut(
         if value.kind == parts.LOCAL:
             raise ValueError(
                 f"an optimizer of params that are cut over {axis!r} must be elementwise, or reduce over {axis!r}; got "
-                f"{value.cause}{jaxprs.place_of(value.equation)}, and {path} is made from it. Use "
-                f"jaxmp.clip_by_global_norm(..., axis_name={axis!r}, replicated=layout.whole), or plain jax.jit with "
-                f"layout.shardings."
+                f"{value.cause}{jaxprs.place_of(value.equation)}, and {path} is made from it. Use plain "
+                f"jax.jit with layout.shardings; for a clip jaxmp.clip_by_global_norm(..., axis_name={axis!r}, "
+                f"replicated=layout.whole)."
             )
 
 

@@ -21,7 +21,7 @@ in several of the last samples, as faults often come and go.
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,9 +77,9 @@ def skips(step: int, skipped: Sequence[bool], is_full: bool, limit: float, suspe
     half = len(skipped) // 2
     first, second = sum(skipped[:half]), sum(skipped[half:])
     is_rising = second >= 3 and second - first > 2 * math.sqrt(first + second)  # two deviations of the difference
-    # A scale that begins too high skips in one half of 50 steps. If all are skipped, `stuck_scale` says so.
+    # A scale that begins too high skips in one half of 50 steps.
     older, newer = sum(skipped[-50:-25]), sum(skipped[-25:])
-    is_often = len(skipped) >= 80 and 5 <= older + newer < 50 and min(older, newer) >= 2
+    is_often = len(skipped) >= 80 and older + newer >= 5 and min(older, newer) >= 2
     if is_often or (is_full and (first + second > limit * len(skipped) or is_rising)):
         seen = f"{100 * (first + second) / len(skipped):.2g}% of the last {len(skipped)} steps were skipped"
         seen += f", {first} in the first half and {second} in the second" if is_rising else ""
@@ -88,8 +88,13 @@ def skips(step: int, skipped: Sequence[bool], is_full: bool, limit: float, suspe
             "skips",
             step,
             suspect,
-            f"{seen}; at most {100 * limit:g}%, and not more over time, is healthy.{where} Lower the learning rate, "
-            f"warm up longer, clip, use a larger eps in Adam, or keep that layer in float32.",
+            f"{seen}; at most {100 * limit:g}%, and not more over time, is healthy.{where} "
+            + (
+                "Is a static loss scale too high, is skip_if always true, or is the data not finite?"
+                if all(skipped)
+                else "Lower the learning rate, warm up longer, clip, use a larger eps in Adam, or keep that layer in "
+                "float32."
+            ),
         )
 
 
@@ -220,10 +225,13 @@ class Absences:
     """Finds gradients that are exactly zero for at least 30 steps.
 
     A sample sees one step of many: an expert that gets no tokens in it may get some in the next one. So a gradient that
-    came back from zeros is absent only if it is away for three times as long.
+    came back from zeros is absent only if it is away for three times as long; and it is there between two samples if
+    its param grew somewhere: weight decay only shrinks it, and what momentum still moves halves from sample to sample.
     """
 
     def __init__(self) -> None:
+        self._probes: Mapping[str, Any] = {}  # of the sample before
+        self._growth: dict[str, float] = {}  # by path: how far its param grew between the two samples before
         self._since: dict[str, int] = {}  # by path, and "" for all: the first step of the zeros in a row
         self._samples: Counter[str] = Counter()  # their number
         self._longest: Counter[str] = Counter()  # steps, of the rows of zeros that ended
@@ -241,7 +249,10 @@ class Absences:
         grads = stats.grads
         if not grads.names or np.any(grads.nonfinite > 0):  # an overflow makes some gradients zero
             return
-        zeros = {"": bool(np.all(grads.zeros == 1))} | dict(zip(grads.names, grads.zeros == 1, strict=True))
+        grew = {path: self._grew(path, stats.probes) for path in grads.names}
+        self._probes = stats.probes
+        zeros = {path: grads.zeros[i] == 1 and not grew[path] for i, path in enumerate(grads.names)}
+        zeros[""] = bool(np.all(grads.zeros == 1)) and not any(grew.values())
         absent = [path for path, is_zero in zeros.items() if self._is_absent(step, path, bool(is_zero), patience)]
         if "" in absent:
             yield _all_zero(step, self._since[""], float(stats.loss_scale))
@@ -255,9 +266,16 @@ class Absences:
                 step,
                 f"grads/{path}",
                 f"this gradient is exactly zero in all samples since step {self._since[path]}: the loss does not "
-                f"depend on this param. Look for stop_gradient, an unused output, or units that relu holds at 0; or "
-                f"freeze the param (optax.set_to_zero under a label).{low}",
+                f"depend on this param. Look for stop_gradient, an unused output, units that relu holds at 0, or an "
+                f"expert that gets no tokens; or freeze the param (optax.set_to_zero under a label).{low}",
             )
+
+    def _grew(self, path: str, probes: Mapping[str, Any]) -> bool:
+        if path not in probes or path not in self._probes:
+            return False
+        growth = float(np.mean(np.maximum(np.abs(probes[path]) - np.abs(self._probes[path]), 0)))
+        before, self._growth[path] = self._growth.get(path, 0.0), growth
+        return growth > 0.5 * before
 
     def _is_absent(self, step: int, path: str, is_zero: bool, patience: int) -> bool:
         if not is_zero:
@@ -315,14 +333,15 @@ class DeadUpdates:
                 if has_gradient:
                     shares[path] = max(0.0, 1 - moved / has_gradient)
         is_everywhere = len(shares) > 1 and all(share == 1 for share in shares.values())
+        shares = {"": 1.0} if is_everywhere else shares | {"": 0.0}
         for path, share in shares.items():
-            is_frozen = share == 1 and not is_everywhere and path in stats.may_stay  # if it trains, not all stays
+            is_frozen = share == 1 and path in stats.may_stay  # if it trains, not all stays
             self._samples[path] = self._samples[path] + 1 if share > dead and not is_frozen else 0
             if self._samples[path] < patience:
                 continue
             seen = f"{percent(share)} of the values that have gradients did not change since the last sample"
             cause = (
-                ", as in all other params: is the learning rate 0, or do old params come back? "
+                ", in any param: is the learning rate 0, or do old params come back? "
                 if is_everywhere
                 else ": updates are below half a unit in the last place. Keep masters (jaxmp.mixed_precision), raise "
                 "the learning rate, or look for code that puts old params back. Label what is frozen "
@@ -330,7 +349,7 @@ class DeadUpdates:
             )
             scale = float(stats.loss_scale)
             scaled = f"The loss scale is {scale:g}: do gradients come from jaxmp.value_and_grad?" if scale > 1 else ""
-            yield Finding("dead_update", step, f"params/{path}", f"{seen}{cause}{scaled}".strip())
+            yield Finding("dead_update", step, f"params/{path}".strip("/"), f"{seen}{cause}{scaled}".strip())
 
 
 # Rules for sampled steps, whose findings count if they are in several of the last samples

@@ -24,7 +24,7 @@ from jaxmp._src.fp8 import amax_records, scale_equations, scale_leaves
 from jaxmp._src.monitor import tensor_stats
 from jaxmp._src.monitor.tensor_stats import TensorStats
 from jaxmp._src.numerics import casting, float_bits
-from jaxmp._src.step import state as states
+from jaxmp._src.step import scale_reads, state as states
 
 PROBES = 256  # number of values of each tensor
 
@@ -142,8 +142,8 @@ def step_stats(
       (1.0, 1.0, 65536.0)
     """
     for name, tree in {"grads": grads, "params": params}.items():
-        if states.has_loss_scale(tree):
-            raise ValueError(f"step_stats takes grads, opt_state, params; got an opt_state as {name}. Reorder them.")
+        if states.has_loss_scale(tree) or (name == "params" and scale_reads.holds_gradients(tree)):
+            raise ValueError(f"step_stats takes grads, opt_state, params; got others as {name}. Reorder them.")
     if activations is not None and not isinstance(activations, TensorStats):
         got = type(activations).__name__
         raise TypeError(f"activations must be the statistics of watch_activations alone; got {got}.")

@@ -14,6 +14,7 @@ unknown, and is never reported as wrong.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
@@ -44,7 +45,7 @@ _KNOWS_SIZE = frozenset(
 
 
 def degrees_while_traced(
-    tracers: Sequence[Any], known: Callable[[Any], Degree | None], *, most: int
+    tracers: Sequence[Any], known: Callable[[Any], Degree | None], *, without: Sequence[Any] = (), most: int
 ) -> tuple[list[Degree], Any]:
     """The degrees of values of the function that is traced, and the equation that left the first one without a degree.
 
@@ -52,10 +53,13 @@ def degrees_while_traced(
       tracers: the values.
       known: the degrees of those from which they may be computed; None for others. Inputs have an unknown degree, and
         so has a value that no known one is in.
+      without: values of degree 0, such as params: they do not depend on the factor.
       most: this many equations are looked at; then all that is left is unknown.
     """
     # By tracer: (degree, whether a known value is in it).
     found, cause = ByIdentity(), None
+    for tracer in without:
+        found.set(tracer, (0.0, False))
     open_ = list(tracers)
     while open_:
         tracer = open_[-1]
@@ -84,6 +88,13 @@ def degrees_while_traced(
         open_.pop()
     results = [found.get(x) for x in tracers]
     return [degree if has_known else UNKNOWN for degree, has_known in results], cause
+
+
+def degrees_of(function: Callable[..., Any], inputs: Any, others: Any) -> list[Degree]:
+    """The degrees of the results of `function(inputs, *others)` in a factor of `inputs`."""
+    jaxpr, consts = jaxprs.open_jaxpr(jax.make_jaxpr(function)(inputs, *others))
+    given = len(jax.tree.leaves(inputs))
+    return _degrees(jaxpr, consts, [1.0] * given + [0.0] * (len(jaxpr.invars) - given))
 
 
 def _degrees(jaxpr: Any, consts: Any, inputs: Sequence[Degree]) -> list[Degree]:

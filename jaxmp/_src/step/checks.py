@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 from jaxmp._src.base import ambient, compat, tree_paths
@@ -18,8 +19,8 @@ from jaxmp._src.distributed import reduce, whole_leaves
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.loss_scale import static
 from jaxmp._src.numerics import casting
-from jaxmp._src.programs import frozen_leaves
-from jaxmp._src.step import inner_update, masters, scale_reads, scales, state as states
+from jaxmp._src.programs import frozen_leaves, homogeneity
+from jaxmp._src.step import inner_update, masters, scale_reads, scales
 from jaxmp._src.step.heart import Rule
 from jaxmp._src.step.state import StepState
 
@@ -69,28 +70,50 @@ def check_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: dic
     """
     if not isinstance(state, StepState):
         raise TypeError(
-            f"opt_state must be that of tx.init; got {type(state).__name__}. Call tx.update(grads, opt_state, params)."
+            f"opt_state must be that of tx.init; got {type(state).__name__}. Call tx.update(grads, opt_state, params); "
+            f"restore dicts by flax.serialization.from_state_dict(tx.init(params), opt_state)."
         )
+    if adds and scale_reads.holds_gradients(params):
+        raise TypeError("the arguments are tx.update(grads, opt_state, params); got gradients as params. Swap them.")
     if adds or not _is_usual(rule, grads, state, params):
         _check_trees(rule, grads, state, params, adds=adds)
     if compat.manual_axes():
         reduce.check_branches(state.optimizer_state)
-    is_dynamic = rule.scales and not isinstance(rule.scaler, static.StaticLossScale)
-    own_scale = state.scaling.loss_scale if is_dynamic and extra.get("loss_scale") is None else None
+    given, is_dynamic = extra.get("loss_scale"), rule.scales and not isinstance(rule.scaler, static.StaticLossScale)
+    own_scale = state.scaling.loss_scale if is_dynamic and given is None else None
+    used_scale: Any = getattr(state.scaling, "loss_scale", None) if given is None else given
     if state.scaling is not None:
         scale_reads.check_scaled(grads, state.scaling.loss_scale, is_dynamic=own_scale is not None)
     if rule.scales:
-        scale_reads.check_not_changed(grads if rule.moves_scales is None else scale_leaves.partition(grads)[1])
+        weights, changed = params, grads
+        if rule.moves_scales is not None:
+            weights, changed = (scale_leaves.partition(tree)[1] for tree in (params, grads))
+        scale_reads.check_not_changed(changed, weights, used_scale)
+        if rule.before is not None:
+            _check_before(rule.before, grads, state.before_state, params)
     if ambient.now().notes.gathered_params:
         held = dict(extra)
         if rule.scaler is not None:  # what a step tells its optimizer
-            given = extra.get("loss_scale")
-            scale = states.loss_scale_of(state) if given is None else given
-            held |= {"grads_finite": np.bool_(True), "loss_scale": scale, "next_loss_scale": scale}
+            held |= {"grads_finite": np.bool_(True), "loss_scale": used_scale, "next_loss_scale": used_scale}
         inner = rule.optimizer.inner
         run = functools.partial(inner_update.update, inner, extra_args=held)
         whole_leaves.check(run, inner.init, grads, state.optimizer_state, params)
     return own_scale
+
+
+def _check_before(before: Any, grads: PyTree, state: Any, params: PyTree) -> None:
+    """Warns, while a step is traced, of `before=` whose result is not proportional to the scaled gradients."""
+    if not any(isinstance(g, Tracer) for g in jax.tree.leaves(grads)):
+        return
+    try:
+        degrees = homogeneity.degrees_of(lambda g, s, p: before.update(g, s, p)[0], grads, (state, params))
+    except Exception:  # the step itself says what is wrong
+        return
+    if not all(degree in (1.0, homogeneity.EVERY, homogeneity.UNKNOWN) for degree in degrees):
+        scale_reads.warn_of_unread(
+            "before= gets scaled gradients, so its result must be proportional to them; got a clip or the like. Put it "
+            "inside: jaxmp.mixed_precision(optax.chain(clip, inner), policy)."
+        )
 
 
 def _is_usual(rule: Rule, grads: PyTree, state: StepState, params: PyTree) -> bool:

@@ -248,8 +248,8 @@ def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> P
         warn(
             "masters-from-16-bits",
             f"masters should start from float32 params; got {len(rounded)} in 16 bits, the first at {rounded[0]}. Call "
-            f"tx.init(params32) before policy.cast_to_param(params32). If you have 16 bits only, call "
-            f'tx.init(jaxmp.get_policy("fp32").cast_to_param(params)).',
+            f"tx.init(params32) before policy.cast_to_param(params32). If you have 16 bits only, cast "
+            f'them first: jaxmp.get_policy("fp32").cast_to_param(params), or jaxmp.nnx.cast_to_param(model, "fp32").',
         )
     return treedef.unflatten(masters)
 

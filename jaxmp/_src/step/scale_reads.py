@@ -21,6 +21,7 @@ for all updates of as many params of the same ranks; and gradients that are an i
 
 import collections
 import dataclasses
+import functools
 import weakref
 from typing import Any
 
@@ -57,7 +58,7 @@ class Reads:
       made: the scales that an update made, in a trace.
       traces: the last traces in which a scale was read.
       scaled: by each gradient that `value_and_grad` returned, (reference to the scale, trace).
-      unscaled: by the first of the gradients that `unscale` or a `GradScaler` returned, a reference to the scale.
+      unscaled: by each gradient that `unscale` or a `GradScaler` returned, a reference to the scale.
     """
 
     anywhere: bool = False
@@ -136,9 +137,8 @@ def note_made(scale: Array, *, before: Array) -> None:
 
 def note_unscaled(grads: PyTree, scale: Array) -> None:
     """Notes that `unscale` or a `GradScaler` returned `grads`, divided by `scale`."""
-    leaves = jax.tree.leaves(grads)
-    if leaves and isinstance(scale, jax.Array):
-        MEMORY.unscaled.set(leaves[0], weakref.ref(scale))
+    for g in jax.tree.leaves(grads) if isinstance(scale, jax.Array) else ():
+        MEMORY.unscaled.set(g, weakref.ref(scale))
 
 
 def _ranks(tree: PyTree) -> Ranks:
@@ -189,15 +189,12 @@ def check_scaled(grads: PyTree, scale: Array, *, is_dynamic: bool) -> None:
     message = ""
     if not is_dynamic:
         pass
-    elif unscaled_by is not None and unscaled_by() is scale:
-        message = (
-            "gradients are unscaled once, by the update; got those of jaxmp.unscale. The step is thousands of times "
-            "too small. Pass the gradients of value_and_grad."
-        )
+    elif unscaled_by is not None and unscaled_by() is scale and not isinstance(first, Tracer):
+        message = _UNSCALED
     elif scaled_by is not None and scaled_by is not scale:
         message = (
             "gradients must be unscaled by the scale that scaled them; got the opt_state of value_and_grad, and "
-            "another opt_state of the update. Pass the same to both."
+            "another opt_state of the update. Pass the same to both; compute new gradients for each update."
         )
     elif not isinstance(scale, Tracer):
         pass
@@ -219,21 +216,43 @@ def check_scaled(grads: PyTree, scale: Array, *, is_dynamic: bool) -> None:
         read_for.clear()
 
 
-def check_not_changed(grads: PyTree) -> None:
-    """Warns of gradients that were changed, in this trace, by what depends on the scale that they are multiplied by."""
+def check_not_changed(grads: PyTree, params: PyTree, scale: Array) -> None:
+    """Warns of gradients that were changed, in this trace, by what depends on the scale that they are multiplied by.
+
+    And of sums of them with what is not scaled, such as a multiple of `params`; and of those that `unscale` divided by
+    `scale`, by which the update divides them again.
+    """
     leaves = [g for g in jax.tree.leaves(grads) if isinstance(g, Tracer)]
     changed = [g for g in leaves if MEMORY.scaled.get(g) is None and not compat.is_input(g)]
     if not changed:
         return
-    known = lambda g: None if MEMORY.scaled.get(g) is None else 1.0  # noqa: E731
-    found, cause = homogeneity.degrees_while_traced(changed, known, most=1000 + 20 * len(changed))
-    if not all(degree in (1.0, homogeneity.EVERY, homogeneity.UNKNOWN) for degree in found):
+    own = [p for p in jax.tree.leaves(params) if isinstance(p, Tracer)]
+    look = functools.partial(homogeneity.degrees_while_traced, changed, without=own, most=1000 + 20 * len(changed))
+
+    def unscaled(g: Any) -> Any:
+        by = MEMORY.unscaled.get(g)
+        return 0.0 if by is not None and by() is scale else None
+
+    found, cause = look(lambda g: unscaled(g) if MEMORY.scaled.get(g) is None else 1.0)
+    if all(degree in (1.0, homogeneity.EVERY, homogeneity.UNKNOWN) for degree in found):
+        return
+    from_unscaled, _ = look(lambda g: unscaled(g) if MEMORY.scaled.get(g) is None else homogeneity.UNKNOWN)
+    if homogeneity.UNKNOWN not in from_unscaled:
+        warn_of_unread(_UNSCALED)
+    else:
         by = "" if cause is None else f" by {cause.primitive.name}{jaxprs.place_of(cause)}"
         warn_of_unread(
-            f"scaled gradients must not be clipped or normalized; got gradients that were changed{by} between "
-            f"value_and_grad and the update. Put the clip inside: jaxmp.mixed_precision(optax.chain(clip, inner), "
-            f"policy). For norms take jaxmp.unscale(grads, opt_state)."
+            f"scaled gradients must not be clipped or normalized, nor added to what is not scaled; got gradients that "
+            f"were changed{by} between value_and_grad and the update. Put the clip inside: "
+            f"jaxmp.mixed_precision(optax.chain(clip, inner), policy)."
         )
+
+
+_UNSCALED = (
+    "gradients are unscaled once, by the update; got those of jaxmp.unscale, which are to look at. The step is "
+    "thousands of times too small. Pass the gradients of value_and_grad, and put a clip inside: "
+    "jaxmp.mixed_precision(optax.chain(clip, inner), policy)."
+)
 
 
 def may_be_of(grads: PyTree, scale: Array) -> bool:

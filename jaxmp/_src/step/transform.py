@@ -362,7 +362,8 @@ def apply_gradients(
     if states.find(opt_state, StepState):
         raise ValueError(
             f"mixed_precision must stand around the whole optimizer; got {type(opt_state).__name__} around its state. "
-            f"It goes inside, jaxmp.mixed_precision(optax.chain(clip, inner), policy), or into before=."
+            f"Put a clip inside, jaxmp.mixed_precision(optax.chain(clip, inner), policy), a mean over devices into "
+            f"before=."
         )
     tree_paths.check_no_broadcast(grads, params)
     scale_reads.check_not_scaled(grads)

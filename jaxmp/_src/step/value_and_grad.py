@@ -101,8 +101,7 @@ def value_and_grad(
       TypeError: a param is not a float array (named by path); the loss is not a float scalar; arguments in another
         order.
       ValueError: `opt_state` holds no loss scale; `accumulate` does not divide a leading axis, finds no batch among the
-        positional arguments, or several arguments that may hold it, or rows of it among the keywords; an axis name is
-        not bound; the policy is not known.
+        positional arguments, or several arguments that may hold it; an axis name is not bound; the policy is not known.
 
     Warns:
       UserWarning: when the loss is traced: 16-bit params, or a policy that computes in 16 bits (the one given here, or
