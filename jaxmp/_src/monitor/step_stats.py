@@ -142,8 +142,10 @@ def step_stats(
       (1.0, 1.0, 65536.0)
     """
     for name, tree in {"grads": grads, "params": params}.items():
-        if states.has_loss_scale(tree) or (name == "params" and scale_reads.holds_gradients(tree)):
-            raise ValueError(f"step_stats takes grads, opt_state, params; got others as {name}. Reorder them.")
+        got = "an opt_state" if states.has_loss_scale(tree) else ""
+        got = "gradients" if name == "params" and scale_reads.holds_gradients(tree) else got
+        if got:
+            raise ValueError(f"step_stats takes grads, opt_state, params; got {got} as {name}. Reorder them.")
     if activations is not None and not isinstance(activations, TensorStats):
         got = type(activations).__name__
         raise TypeError(f"activations must be the statistics of watch_activations alone; got {got}.")

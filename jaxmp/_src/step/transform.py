@@ -362,7 +362,7 @@ def apply_gradients(
     if states.find(opt_state, StepState):
         raise ValueError(
             f"mixed_precision must stand around the whole optimizer; got {type(opt_state).__name__} around its state. "
-            f"Put a clip inside, jaxmp.mixed_precision(optax.chain(clip, inner), policy), a mean over devices into "
+            f"That goes inside, jaxmp.mixed_precision(optax.chain(clip, inner), policy), and a mean over devices into "
             f"before=."
         )
     tree_paths.check_no_broadcast(grads, params)
