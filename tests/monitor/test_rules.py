@@ -177,6 +177,23 @@ def test_a_gradient_that_is_zero_for_long_is_absent(zero, step):
     assert named == ({} if step is None else {("no_gradient", "grads/w"): step})
 
 
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("is_expert", [False, True], ids=["dead", "expert"])
+def test_momentum_moves_a_dead_layer_and_tokens_an_expert_between_two_samples(every, is_expert):
+    """Momentum of 0.9 decays from step 20 on. The expert gets tokens in every third step, and in no sample."""
+    samples = {is_so: sample(grads=grads_of(0.0 if is_so else 1.0)) for is_so in (True, False)}
+    monitor, w = Monitor(warn=False), 1.0
+    for i in range(120):
+        is_zero = i >= 20 or is_expert
+        if i % every == 0:
+            monitor.update(i, {}, stats=samples[is_zero]._replace(probes={"w": np.full(4, w, np.float32)}))
+        w += float(i % 3 == 1) if is_expert else 0.9 ** max(0, i - 19)
+    monitor.finish()
+    named = {(f.kind, f.path): f.step for f in monitor.findings}
+    assert set(named) == (set() if is_expert else {("no_gradient", "grads/w")})
+    assert is_expert or named["no_gradient", "grads/w"] <= 70
+
+
 @pytest.mark.parametrize(
     "frozen", [{"probes": {}}, {"may_be_frozen": Paths({"w"})}], ids=["no master", "no state of its own"]
 )

@@ -33,6 +33,7 @@ _FP16 = list(FORMATS).index("fp16")
 _LARGEST_FP16 = 65504.0
 _HIGHEST_SCALE = 2.0**32
 _ABSENT = 30  # steps without a gradient
+_MOMENTUM = 0.95  # the slowest decay of momentum that is told apart from new gradients
 _STALE = 0.01  # the share of a param that is named; optax.apply_updates leaves a few elements a step behind
 _CHANGED_BY_HAND = (
     "it was changed by hand, and the next step computes it from its master again. Call opt_state = "
@@ -226,11 +227,12 @@ class Absences:
 
     A sample sees one step of many: an expert that gets no tokens in it may get some in the next one. So a gradient that
     came back from zeros is absent only if it is away for three times as long; and it is there between two samples if
-    its param grew somewhere: weight decay only shrinks it, and what momentum still moves halves from sample to sample.
+    its param grew somewhere: weight decay only shrinks it, and what momentum still moves becomes less in each step.
     """
 
     def __init__(self) -> None:
-        self._probes: Mapping[str, Any] = {}  # of the sample before
+        self._probes: Mapping[str, Any] = {}  # of the sample before, which was of the step
+        self._step = 0
         self._growth: dict[str, float] = {}  # by path: how far its param grew between the two samples before
         self._since: dict[str, int] = {}  # by path, and "" for all: the first step of the zeros in a row
         self._samples: Counter[str] = Counter()  # their number
@@ -249,8 +251,8 @@ class Absences:
         grads = stats.grads
         if not grads.names or np.any(grads.nonfinite > 0):  # an overflow makes some gradients zero
             return
-        grew = {path: self._grew(path, stats.probes) for path in grads.names}
-        self._probes = stats.probes
+        grew = {path: self._grew(step, path, stats.probes) for path in grads.names}
+        self._step, self._probes = step, stats.probes
         zeros = {path: grads.zeros[i] == 1 and not grew[path] for i, path in enumerate(grads.names)}
         zeros[""] = bool(np.all(grads.zeros == 1)) and not any(grew.values())
         absent = [path for path, is_zero in zeros.items() if self._is_absent(step, path, bool(is_zero), patience)]
@@ -270,12 +272,12 @@ class Absences:
                 f"expert that gets no tokens; or freeze the param (optax.set_to_zero under a label).{low}",
             )
 
-    def _grew(self, path: str, probes: Mapping[str, Any]) -> bool:
+    def _grew(self, step: int, path: str, probes: Mapping[str, Any]) -> bool:
         if path not in probes or path not in self._probes:
             return False
         growth = float(np.mean(np.maximum(np.abs(probes[path]) - np.abs(self._probes[path]), 0)))
         before, self._growth[path] = self._growth.get(path, 0.0), growth
-        return growth > 0.5 * before
+        return growth > before * _MOMENTUM ** (step - self._step)
 
     def _is_absent(self, step: int, path: str, is_zero: bool, patience: int) -> bool:
         if not is_zero:
