@@ -82,6 +82,12 @@ def test_skips(skipped, steps, step):
     assert named == ({} if step is None else {("skips", ""): step})
 
 
+@pytest.mark.parametrize("is_pinned", [False, True], ids=["static scale", "at its floor"])
+def test_a_run_that_skips_every_step_is_named_once(is_pinned):
+    rows = [{"skipped": 1.0, "pinned_overflows": float(i) if is_pinned else 0.0} for i in range(200)]
+    assert findings(rows) == ({("stuck_scale", ""): 3} if is_pinned else {("skips", ""): 79})
+
+
 def test_scales_and_counts_of_the_metrics():
     assert findings([{"pinned_overflows": float(i), "loss_scale": 1.0, "skipped": 1.0} for i in range(5)]) == {
         ("stuck_scale", ""): 3

@@ -197,7 +197,8 @@ class Monitor:
         overflows = Counter(path for seen in self._suspected for kind, path in seen if kind == "overflow")
         suspect = max(overflows, key=overflows.__getitem__, default="")
         is_full = len(self._skipped) == self._skipped.maxlen
-        found += rules.skips(step, list(self._skipped), is_full, self._skip_ratio, suspect)
+        is_pinned = row.get("pinned_overflows", 0.0) > 0
+        found += rules.skips(step, list(self._skipped), is_full, is_pinned, self._skip_ratio, suspect)
         known = {(old.kind, old.path) for old in self.findings}
         new = [f for f in found if (f.kind, f.path) not in known]
         self.findings += new

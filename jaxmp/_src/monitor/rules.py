@@ -70,17 +70,21 @@ class Finding(NamedTuple):
 # Rules for every step: `row` has the metrics and the loss, as numbers
 
 
-def skips(step: int, skipped: Sequence[bool], is_full: bool, limit: float, suspect: str) -> Iterator[Finding]:
+def skips(
+    step: int, skipped: Sequence[bool], is_full: bool, is_pinned: bool, limit: float, suspect: str
+) -> Iterator[Finding]:
     """Too many of the last steps were skipped, or clearly more in their second half than in the first.
 
-    `is_full`: whether all steps of the window are known. One in ten, again and again, is seen before.
+    `is_full`: whether all steps of the window are known. One in ten, again and again, is seen before. `is_pinned`:
+    whether the scale is at its floor; if all steps are skipped there, `stuck_scale` says so.
     """
     half = len(skipped) // 2
     first, second = sum(skipped[:half]), sum(skipped[half:])
     is_rising = second >= 3 and second - first > 2 * math.sqrt(first + second)  # two deviations of the difference
     # A scale that begins too high skips in one half of 50 steps.
     older, newer = sum(skipped[-50:-25]), sum(skipped[-25:])
-    is_often = len(skipped) >= 80 and older + newer >= 5 and min(older, newer) >= 2
+    is_told = is_pinned and older + newer == 50
+    is_often = len(skipped) >= 80 and older + newer >= 5 and min(older, newer) >= 2 and not is_told
     if is_often or (is_full and (first + second > limit * len(skipped) or is_rising)):
         seen = f"{100 * (first + second) / len(skipped):.2g}% of the last {len(skipped)} steps were skipped"
         seen += f", {first} in the first half and {second} in the second" if is_rising else ""
