@@ -206,6 +206,12 @@ def boxed_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     return [(path_str(path), x) for path, x in found], treedef
 
 
+def nodes_of(tree: Any, *kinds: type) -> list[Any]:
+    """The outermost nodes of `tree` that are of one of `kinds`, whole: arrays stay in their boxes (`nnx.Param`)."""
+    is_one = lambda x: isinstance(x, kinds)  # noqa: E731
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
+
+
 def leaves_by_path(tree: Any) -> dict[str, Any]:
     """The leaves of `tree` by their paths, in its order, without their boxes.
 

@@ -256,17 +256,13 @@ def check_branches(optimizer_state: Any) -> None:
     Before the branch the gradients of a device are its own: what MultiSteps adds up would differ between devices, and
     what apply_if_finite decides too. In pmap, and where jax tracks no axes, MultiSteps decides the same everywhere.
     """
-
-    def found(tree: Any, *kinds: type) -> list[Any]:
-        is_one = lambda x: isinstance(x, kinds)  # noqa: E731
-        return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
-
     tracked = any(map(compat.is_tracked, compat.manual_axes()))
-    for state in found(optimizer_state, *_BRANCHES):
-        in_few_bytes = bool(found(state, UnsentState))
+    for state in tree_paths.nodes_of(optimizer_state, *_BRANCHES):
+        in_few_bytes = bool(tree_paths.nodes_of(state, UnsentState))
         is_multi = isinstance(state, optax.MultiStepsState)
         by_device = isinstance(state, optax.ApplyIfFiniteState) or jax.tree.leaves(getattr(state, "skip_state", ()))
-        if found(state, UnsentState, ReducedState) and (tracked or by_device or (in_few_bytes and is_multi)):
+        reduces = bool(tree_paths.nodes_of(state, UnsentState, ReducedState))
+        if reduces and (tracked or by_device or (in_few_bytes and is_multi)):
             name = next(name for kind, name in _BRANCHES.items() if isinstance(state, kind))
             raise ValueError(
                 f"reduce_gradients must come before {name}; got it inside. Pass it as before= of jaxmp.mixed_precision."

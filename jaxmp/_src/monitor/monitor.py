@@ -164,8 +164,9 @@ class Monitor:
         if stats is not None and np.ndim(stats.loss_scale):  # pmap made several copies
             stats = jax.tree.map(lambda x: x[0], stats)
         sample = stats if stats is not None and bool(stats.grads.sampled) else None
+        is_skipped, is_pinned = row.get("skipped", 0.0) == 1, row.get("pinned_overflows", 0.0) > 0
         patience = self._patience
-        if not self.steps or row.get("skipped", 0.0) == 1:
+        if not self.steps or is_skipped:
             self._level = max(self._level, row.get("loss_scale", 1.0))
         found = [
             *rules.stuck_scale(step, row, patience, self._level),
@@ -184,7 +185,7 @@ class Monitor:
             ]
             # A loss scale that falls to its level overflows in each step: that counts as one overflow.
             falls = bool(self._skipped and self._skipped[-1] and np.isfinite(row.get("loss", np.nan)))
-            if falls and not row.get("pinned_overflows", 0) > 0:
+            if falls and not is_pinned:
                 suspicions = [s for s in suspicions if s.kind != "overflow" or not s.path.startswith("grads")]
             self._suspected.append({(s.kind, s.path) for s in suspicions})
             times = Counter(key for seen in self._suspected for key in seen)
@@ -193,11 +194,10 @@ class Monitor:
             found += [s for s in suspicions if times[s.kind, s.path] >= patience or is_sure(s)]
             self.samples.append((step, sample._replace(probes={})))  # probes are most of the bytes, and were compared
         self.steps.append(row)
-        self._skipped.append(row.get("skipped", 0.0) == 1)
+        self._skipped.append(is_skipped)
         overflows = Counter(path for seen in self._suspected for kind, path in seen if kind == "overflow")
         suspect = max(overflows, key=overflows.__getitem__, default="")
         is_full = len(self._skipped) == self._skipped.maxlen
-        is_pinned = row.get("pinned_overflows", 0.0) > 0
         found += rules.skips(step, list(self._skipped), is_full, is_pinned, self._skip_ratio, suspect)
         known = {(old.kind, old.path) for old in self.findings}
         new = [f for f in found if (f.kind, f.path) not in known]

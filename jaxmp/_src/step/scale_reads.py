@@ -145,12 +145,17 @@ def _ranks(tree: PyTree) -> Ranks:
     return tuple(x.ndim for x in jax.tree.leaves(tree) if hasattr(x, "ndim"))
 
 
+def _first_of(tree: PyTree) -> Any:
+    """The first leaf, which speaks for all; None of an empty tree."""
+    return next(iter(jax.tree.leaves(tree)), None)
+
+
 # What is asked
 
 
 def holds_gradients(tree: PyTree) -> bool:
     """Whether `tree` is one that `value_and_grad` returned as gradients, by its first array."""
-    return MEMORY.scaled.get(next(iter(jax.tree.leaves(tree)), None)) is not None
+    return MEMORY.scaled.get(_first_of(tree)) is not None
 
 
 def _scale_of(gradient: Any) -> Array | None:
@@ -159,10 +164,14 @@ def _scale_of(gradient: Any) -> Array | None:
     return scale() if scale is not None and trace == compat.trace_state() else None
 
 
+def _is_unscaled_by(scale: Array, gradient: Any) -> bool:
+    by = MEMORY.unscaled.get(gradient)
+    return by is not None and by() is scale
+
+
 def check_not_unscaled(grads: PyTree, scale: Array) -> None:
     """Raises a ValueError if a `GradScaler` with this very scale has unscaled these very gradients before."""
-    by = MEMORY.unscaled.get(next(iter(jax.tree.leaves(grads)), None))
-    if by is not None and by() is scale:
+    if _is_unscaled_by(scale, _first_of(grads)):
         raise ValueError(
             "gradients must be unscaled once; got those of unscale, and the scaler from before. Use what it returned: "
             "grads, scaler = scaler.unscale(grads)."
@@ -171,7 +180,7 @@ def check_not_unscaled(grads: PyTree, scale: Array) -> None:
 
 def check_not_scaled(grads: PyTree) -> None:
     """Warns if `grads`, of an optimizer that unscales nothing, were scaled."""
-    scale = _scale_of(next(iter(jax.tree.leaves(grads)), None))
+    scale = _scale_of(_first_of(grads))
     if scale is not None and (isinstance(scale, Tracer) or float(scale) != 1.0):
         warn_of_unread(
             "scaled gradients must be unscaled by the optimizer's loss scale; got an optimizer that has none. The step "
@@ -184,12 +193,12 @@ def check_scaled(grads: PyTree, scale: Array, *, is_dynamic: bool) -> None:
 
     The scale then is used: it speaks for no other update.
     """
-    first = next(iter(jax.tree.leaves(grads)), None)
-    scaled_by, unscaled_by = _scale_of(first), MEMORY.unscaled.get(first)
+    first = _first_of(grads)
+    scaled_by = _scale_of(first)
     message = ""
     if not is_dynamic:
         pass
-    elif unscaled_by is not None and unscaled_by() is scale and not isinstance(first, Tracer):
+    elif _is_unscaled_by(scale, first) and not isinstance(first, Tracer):
         message = _UNSCALED
     elif scaled_by is not None and scaled_by is not scale:
         message = (
@@ -229,12 +238,11 @@ def check_not_changed(grads: PyTree, params: PyTree, scale: Array) -> None:
     own = [p for p in jax.tree.leaves(params) if isinstance(p, Tracer)]
     look = functools.partial(homogeneity.degrees_while_traced, changed, without=own, most=1000 + 20 * len(changed))
 
-    def unscaled(g: Any) -> Any:
-        by = MEMORY.unscaled.get(g)
-        return 0.0 if by is not None and by() is scale else None
+    def unscaled(g: Any) -> float | None:
+        return 0.0 if _is_unscaled_by(scale, g) else None
 
-    found, cause = look(lambda g: unscaled(g) if MEMORY.scaled.get(g) is None else 1.0)
-    if all(degree in (1.0, homogeneity.EVERY, homogeneity.UNKNOWN) for degree in found):
+    degrees, cause = look(lambda g: unscaled(g) if MEMORY.scaled.get(g) is None else 1.0)
+    if all(degree in (1.0, homogeneity.EVERY, homogeneity.UNKNOWN) for degree in degrees):
         return
     from_unscaled, _ = look(lambda g: unscaled(g) if MEMORY.scaled.get(g) is None else homogeneity.UNKNOWN)
     if homogeneity.UNKNOWN not in from_unscaled:
@@ -257,7 +265,7 @@ _UNSCALED = (
 
 def may_be_of(grads: PyTree, scale: Array) -> bool:
     """Whether a loss that read `scale` can have made `grads`."""
-    first = next(iter(jax.tree.leaves(grads)), None)
+    first = _first_of(grads)
     comes_in = isinstance(first, Tracer) and compat.is_input(first)
     is_read = MEMORY.read.get(scale) is not None
     return is_read or comes_in or MEMORY.anywhere or any(MEMORY.alone[ranks] > 0 for ranks in (_ranks(grads), None))

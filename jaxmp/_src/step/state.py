@@ -270,13 +270,7 @@ def scaler_of(template: Any, state: LossScaleState | CustomLossScaleState) -> An
 
 def find(opt_state: Any, kind: type) -> list[Any]:
     """Every state of type `kind` inside `opt_state`, outermost first; wrappers of nnx are removed."""
-    return nodes_of(nnx.as_pure(opt_state), kind)
-
-
-def nodes_of(opt_state: Any, kind: type) -> list[Any]:
-    """`find` for what is written back: arrays stay in their boxes (`nnx.Param`), or the state would lose them."""
-    is_one = lambda x: isinstance(x, kind)  # noqa: E731
-    return [x for x in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(x)]
+    return tree_paths.nodes_of(nnx.as_pure(opt_state), kind)
 
 
 def has_loss_scale(opt_state: Any) -> bool:

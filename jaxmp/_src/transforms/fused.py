@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
+from jaxmp._src.base import tree_paths
 from jaxmp._src.step import masters, optimizers
-from jaxmp._src.step.state import GlobalNormState, find, nodes_of
+from jaxmp._src.step.state import GlobalNormState, find
 from jaxmp._src.transforms import clip, compress
 from pallas_kernels import backend as kernel_backend, update as kernels
 from pallas_kernels.moments import is_quantized
@@ -214,7 +215,7 @@ def _fused(
         grads: optimizers.Gradients, state: Any, params: PyTree, pairs: list[masters.Pair], step: optimizers.Step
     ) -> tuple[list[masters.Pair], Any, Array]:
         compress.check_form(state, state_dtype, compressed=not is_wide)
-        (held,) = nodes_of(state, kind)
+        (held,) = tree_paths.nodes_of(state, kind)
         trees = [jax.tree.flatten(getattr(held, name), is_leaf=is_quantized) for name in names]
         decays = _decays(weight_decay, mask, params)
         leaves = [
