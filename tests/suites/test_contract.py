@@ -39,22 +39,6 @@ def inner() -> optax.GradientTransformation:
 KEEP_NORMS = jaxmp.get_policy("fp16", keep_fp32=("*norm*",))
 
 
-def in_few_bytes() -> optax.GradientTransformationExtraArgs:
-    """`reduce_gradients(wire_dtype=)` with its axis bound, over one device unless a test binds it over more."""
-    reduce = jaxmp.reduce_gradients("data", wire_dtype=jnp.int8, devices=1, min_size=1)
-    tx = jaxmp.mixed_precision(optax.chain(reduce, inner()), "fp16", axis_name="auto")
-
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        run = functools.partial(tx.update, **extra_args)
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            return run(updates, state, params)
-        mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
-        specs = jaxmp.sharding_of(tx, params, P())
-        return jax.shard_map(run, mesh=mesh, in_specs=(P(), specs, P()), out_specs=(P(), specs))(updates, state, params)
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
 class Part(NamedTuple):
     """A public transform: how it is made, how params are stored for it, and whether it can skip a step."""
 
@@ -75,15 +59,11 @@ PARTS = {
     "count_zeros": Part(jaxmp.count_zeros, skips=False),
     "ema_params": Part(lambda: jaxmp.ema_params(0.9), skips=False),
     "reduce_gradients": Part(jaxmp.reduce_gradients, "fp16", skips=False),
-    "reduce_gradients-int8": Part(in_few_bytes, "fp16"),
 }
-OF_A_MESH = {"reduce_gradients-int8"}  # its results lie on a mesh, and each device has a state of its own
 each_part = pytest.mark.parametrize("name", PARTS)
 ALIKE = {"mixed_precision-tf32", "mixed_precision-fp16"}  # the programs of fp32 and keep_fp32
 FEWER_PARTS = {"mixed_precision-fp32", "mixed_precision-bf16"}  # than keep_fp32 has
 each_program = pytest.mark.parametrize("name", [name for name in PARTS if name not in ALIKE])
-each_part_anywhere = pytest.mark.parametrize("name", [name for name in PARTS if name not in OF_A_MESH])
-each_program_anywhere = pytest.mark.parametrize("name", [name for name in PARTS if name not in {*ALIKE, *OF_A_MESH}])
 
 
 class Case(NamedTuple):
@@ -161,7 +141,7 @@ def test_extra_arguments_reach_the_inner_transform(wrap):
 
 
 @pytest.mark.thorough(3)
-@each_program_anywhere
+@each_program
 def test_jit_equals_eager(name):
     c = case(name)
     assert_close(c.update(c.good, c.state, c.params), c.tx.update(c.good, c.state, c.params), rtol=1e-6, atol=1e-9)
@@ -169,7 +149,7 @@ def test_jit_equals_eager(name):
 
 
 @pytest.mark.thorough(4)
-@each_part_anywhere
+@each_part
 def test_the_second_call_compiles_nothing_and_the_state_keeps_its_type(name):
     c = case(name)
     jax.block_until_ready(c.update(c.good, c.state, c.params))
@@ -282,7 +262,7 @@ def test_pmap_replication(name):
 
 
 @pytest.mark.thorough(3)
-@each_part_anywhere
+@each_part
 def test_nnx_optimizer(name):
     """`nnx.Optimizer` with an unknown keyword; a skipped step leaves the model alone."""
     part = PARTS[name]
@@ -306,7 +286,7 @@ def test_nnx_optimizer(name):
 
 @pytest.mark.thorough(4)
 @pytest.mark.parametrize("devices", [1, 8])
-@each_program_anywhere
+@each_program
 def test_types_are_stable_on_an_explicit_mesh(name, devices):
     """`jax.typeof` (with its sharding) of state and params is the same before and after."""
     part = PARTS[name]

@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import compat
-from jaxmp._src.numerics import casting, few_bytes, reductions
+from jaxmp._src.numerics import casting, reductions
 
 AxisName = str | Sequence[str] | None
 T = TypeVar("T")
@@ -135,50 +135,6 @@ def mean_part_over(x: Array, axis: str, dim: int, *, dtype: Any, predivide: floa
     x = _divided(x, dtype, predivide)
     part = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
     return part * jnp.asarray(predivide / lax.axis_size(axis), x.dtype)
-
-
-def mean_in_few_bytes(
-    x: Float[Array, "..."], unsent: Float[Array, "..."], axis: str, first: Any, second: Any
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """The mean of `x` over one axis, sent in few bytes, and what remains unsent on this device.
-
-    Each device sends its codes of the c-th part to device c, which decodes and averages them in float32, and sends the
-    codes of the mean to all:
-
-        v_d = x_d + e_d                q_d = code_1(v_d)          first hop: all-to-all
-        m   = (1 / n) sum_d q_d        y   = code_2(m)            second hop: all-gather
-        e_d = v_d - q_d,  and on the device that made a part of y, n (m - y) is added to its e
-
-    So n y + sum_d e'_d = sum_d (x_d + e_d), up to float32: what a format drops now is sent later. Where a value is not
-    finite on a device, y is NaN on all devices for its block, and `unsent` stays.
-
-    Args:
-      x: float32, this device's.
-      unsent: e, of the same size; of this device.
-      axis: the name of the axis.
-      first, second: dtypes of the two hops, of `few_bytes.DTYPES`.
-
-    Returns:
-      (y, with the shape of `x`, the same on every device; the new e, with the shape of `unsent`).
-    """
-    n = lax.axis_size(axis)
-    row = -(-x.size // (n * few_bytes.BLOCK)) * few_bytes.BLOCK
-
-    def in_rows(flat: Array) -> Array:
-        return jnp.pad(flat.reshape(-1), (0, n * row - x.size)).reshape(n, row)
-
-    old = in_rows(compat.as_varying(unsent, (axis,)))
-    v = in_rows(compat.as_varying(x, (axis,))) + old
-    codes, sent = few_bytes.encode(v, first)
-    received = few_bytes.decode(lax.all_to_all(codes, axis, 0, 0, tiled=True), first)
-    mean = jnp.sum(received / n, axis=0, keepdims=True)
-    codes, rounded = few_bytes.encode(mean, second)
-    result = few_bytes.decode(lax.all_gather(codes, axis, axis=0, tiled=True, to="invarying"), second)
-
-    is_own = (jnp.arange(n) == lax.axis_index(axis))[:, None]
-    rest = (v - sent) + jnp.where(is_own, n * (mean - rounded), 0.0)
-    rest = jnp.where(jnp.isfinite(result) & jnp.isfinite(rest), rest, old)
-    return result.reshape(-1)[: x.size].reshape(x.shape), rest.reshape(-1)[: x.size].reshape(unsent.shape)
 
 
 def _divided(x: Array, dtype: Any, predivide: float) -> Array:

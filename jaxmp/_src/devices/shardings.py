@@ -18,7 +18,6 @@ from jax.tree_util import keystr
 from jaxtyping import Array, PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.devices import per_device
 from pallas_kernels import moments
 
 
@@ -28,9 +27,8 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
         opt_state = jax.jit(tx.init, out_shardings=jaxmp.sharding_of(tx, params, shardings))(params)
 
     A leaf of its param's shape gets its param's sharding (ZeRO: each device has the state of its part). The scales of
-    8-bit moments are cut as their codes are, so each device has the scales of its codes. Unsent gradients
-    (`reduce_gradients(wire_dtype=)`) are split over the axis of their devices; their other axes are split as in the
-    param. A leaf of another shape, such as Adafactor's rows and columns, is replicated.
+    8-bit moments are cut as their codes are, so each device has the scales of its codes. A leaf of another shape,
+    such as Adafactor's rows and columns, is replicated.
 
     Args:
       tx: any optax transform.
@@ -44,8 +42,7 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
 
     Raises:
       TypeError: arguments in the place of others.
-      ValueError: shardings that do not match the params, named by path; `reduce_gradients(wire_dtype=)` that was made
-        for another number of devices than the mesh of the `NamedSharding`s has, or that of `jax.set_mesh`.
+      ValueError: shardings that do not match the params, named by path.
 
     Example:
       >>> import jaxmp, jax.numpy as jnp
@@ -78,27 +75,11 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
         if moments.is_quantized(x):
             scales = PartitionSpec() if shape is None else spec_of_scales(x.scales.shape, sharding)
             return moments.Quantized(placed(PartitionSpec() if shape is None else _spec_of(sharding)), placed(scales))
-        if (axis := per_device.axis_of(path)) is not None:
-            in_use = jax.sharding.get_abstract_mesh()  # of `jax.set_mesh`: PartitionSpecs tell no mesh
-            check_devices(path, x, mesh if mesh is not None else in_use if axis in in_use.shape else None)
-            rest = _spec_of(sharding) if shape is not None and x.shape[1:] == shape else ()
-            return placed(PartitionSpec(axis, *rest))
         return placed(_spec_of(sharding) if x.shape == shape else PartitionSpec())
 
     with warnings.catch_warnings(action="ignore"):  # of masters from 16 bits: nothing starts here
         state = jax.eval_shape(tx.init, params)
     return jax.tree_util.tree_map_with_path(place, state, is_leaf=moments.is_quantized)
-
-
-def check_devices(path: Any, x: Any, mesh: Any) -> None:
-    """Raises a ValueError unless arrays of which each device has its own are as many as the axis has devices."""
-    axis, devices = per_device.axis_of(path), x.shape[:1]
-    if axis is not None and mesh is not None and mesh.shape.get(axis) != devices[0]:
-        has = f"has {mesh.shape[axis]}" if axis in mesh.shape else f"has no such axis ({', '.join(mesh.shape)})"
-        raise ValueError(
-            f"devices= must be the size of axis {axis!r}; got {devices[0]} at {tree_paths.path_str(path)}, and the "
-            f"mesh {has}. Pass devices=mesh.shape[{axis!r}]."
-        )
 
 
 def _check_order(tx: Any, params: PyTree, shardings: PyTree) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxmp._src.base import tables, tree_paths
-from jaxmp._src.devices import per_device, shardings
+from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import amax_records, scale_leaves
 from jaxmp._src.step import state as states
 from jaxmp._src.step.optimizers import as_transformation
@@ -142,10 +142,6 @@ def plan(
         with warnings.catch_warnings(action="ignore"):  # of masters from 16 bits: nothing starts here
             state = jax.eval_shape(optimizer.init, params)
         place = None if places is None else shardings.sharding_of(optimizer, params, places)
-        if place is None:  # without a mesh, what each device has its own of stands there for all of them
-            state = jax.tree_util.tree_map_with_path(
-                lambda path, x: x if per_device.axis_of(path) is None else jax.eval_shape(lambda x: x[0], x), state
-            )
         sizes = jax.tree.map(_bytes, state, *([] if place is None else [place]))
         keepers = states.with_masters(sizes)
         masters = sum(jax.tree.leaves([keeper.master_params for keeper in keepers]))
