@@ -7,10 +7,10 @@ One idea per file:
   else xla), or a name; a named backend that cannot run raises and says why;
 - `tiles`: the pass over a matrix that casts, transposes and takes the amax; `passes`: the same for any rank, on meshes
   and under vmap;
-- `leaves`, `launch`, `aligned`, `multi_tensor`: a kernel over many leaves of a tree; `meshes`: the same for leaves that
-  are split over devices; `tree`: the same for whole trees; `moments`: optimizer state in 16 or 8 bits;
-- one file for each kernel or family of kernels: `cast_transpose`, `activation`; `unscale`, `cast`,
-  `update`.
+- `leaves`, `launch`, `multi_tensor`: a kernel over many leaves of a tree; `tree`: the same for whole trees; `moments`:
+  optimizer state in 16 or 8 bits;
+- `mosaic`: names of Mosaic GPU that Pallas does not hand on; `aligned`, `groups`, `turned` work on registers with them;
+- one file for each kernel or family of kernels: `cast_transpose`; `unscale`, `cast`, `update`; `grouped`.
 
 This package is the bottom layer: nothing here imports `jaxmp`, and an import contract checks that.
 """

@@ -18,8 +18,9 @@ WIDEST = 16  # bytes of the widest load
 
 def load(block: Any, layout: Any, vector: int) -> Any:
     """The values of a block, a part of a reference; each thread loads `vector` neighbours at once."""
-    from jax.experimental.mosaic.gpu import FragmentedArray
     from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels import mosaic
 
     dtype = block.dtype
     is_signed = jnp.issubdtype(dtype, jnp.signedinteger) if jnp.issubdtype(dtype, jnp.integer) else None
@@ -28,7 +29,7 @@ def load(block: Any, layout: Any, vector: int) -> Any:
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(block.shape, dtype, layout=layout)
     )
     def aligned_load(_: Any, memory: Any) -> Any:
-        values = FragmentedArray.load_strided(memory, vec_size=vector, is_signed=is_signed)
+        values = mosaic.FragmentedArray.load_strided(memory, vec_size=vector, is_signed=is_signed)
         for register in values.registers.flat:
             register.owner.attributes["alignment"] = _alignment(dtype, vector)
         return values
@@ -38,23 +39,23 @@ def load(block: Any, layout: Any, vector: int) -> Any:
 
 def store(block: Any, x: Any, layout: Any, vector: int) -> None:
     """Writes the values of a block; each thread stores `vector` neighbours at once."""
-    from jax.experimental.mosaic.gpu import FragmentedArray
     from jax.experimental.pallas import mosaic_gpu as plgpu
-    from jaxlib.mlir.dialects import vector as vectors
+
+    from pallas_kernels import mosaic
 
     dtype = block.dtype
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def aligned_store(_: Any, memory: Any, values: Any) -> None:
-        for get, _update, place, index in FragmentedArray.transfer_strided(memory, vector):
-            done = vectors.StoreOp(get(values.registers), place, index)
+        for get, _update, place, index in mosaic.FragmentedArray.transfer_strided(memory, vector):
+            done = mosaic.vector.StoreOp(get(values.registers), place, index)
             done.attributes["alignment"] = _alignment(dtype, vector)
 
     aligned_store(block, plgpu.layout_cast(x, layout))  # type: ignore
 
 
 def _alignment(dtype: Any, vector: int) -> Any:
-    from jaxlib.mlir import ir
+    from pallas_kernels.mosaic import ir
 
     n_bytes = min(WIDEST, vector * jnp.dtype(dtype).itemsize)
     return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), n_bytes)

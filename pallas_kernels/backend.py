@@ -10,8 +10,9 @@ traced on a CPU and compiled for a GPU gets the kernel, inside a scan too. The l
 is. So the GPUs of this machine decide; if it has none, Hopper is assumed.
 
 A kernel needs whole arrays. Inside `jax.shard_map` and `jax.pmap`, these are the device's own arrays. Under plain
-`jax.jit`, XLA would gather arrays that are split over devices. So kernels declare with `custom_partitioning` how their
-arrays are split (`passes`, `meshes`). On meshes with explicit axes, and where only some axes are manual, XLA runs.
+`jax.jit`, XLA would gather arrays that are split over devices. So the kernels of layers declare with
+`custom_partitioning` how their arrays are split (`passes`, `grouped`); in place of those over whole trees, XLA runs
+(`alone`). It also runs on meshes with explicit axes, and where only some axes are manual.
 """
 
 import functools
@@ -36,23 +37,32 @@ def run(
     reference: Callable[..., Any],
     *args: Any,
     unmet: str | None = None,
+    alone: bool = False,
 ) -> Any:
     """Calls `kernel(*args, interpret=...)` or `reference(*args)`, as `backend` says."""
     # unmet: why the kernel does not support these arguments (shapes, dtypes); None if it does.
+    # alone: whether no other device may share the arrays, outside of `jax.shard_map`.
     check(backend)
     if backend == "xla":
         return reference(*args)
+
+    def by_kernel(f: Callable[..., Any], *args: Any) -> Any:
+        return _typed_as(f, functools.partial(kernel, interpret=False), *args)
+
+    def refuse(f: Callable[..., Any], *args: Any) -> Any:
+        raise ValueError(
+            'backend="mosaic" cannot run here: devices share the arrays, or jax.vmap adds an axis. Use backend="auto".'
+        )
+
     if backend == "auto":
         if unmet or why_no_kernels() or why_not_here(args):
             return reference(*args)
-
-        def by_kernel(f: Callable[..., Any], *args: Any) -> Any:
-            return _typed_as(f, functools.partial(kernel, interpret=False), *args)
-
-        return by_platform(reference, *args, cuda=by_kernel, partitions=True)
+        return by_platform(reference, *args, cuda=by_kernel, partitions=not alone, alone=alone)
     reason = why_no_kernels(needs_gpu=backend == "mosaic") or unmet or why_not_here(args)
     if reason:
         raise ValueError(f'backend="{backend}" cannot run here: {reason}. Use backend="auto", or "xla".')
+    if backend == "mosaic" and alone:
+        return by_platform(reference, *args, cuda=by_kernel, default=refuse, alone=True)
     if backend == "mosaic":
         return kernel(*args, interpret=False)
     from jax.experimental.pallas import mosaic_gpu

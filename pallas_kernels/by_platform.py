@@ -35,6 +35,7 @@ def by_platform(
     *args: Any,
     derivative: str = "default",
     partitions: bool = False,
+    alone: bool = False,
     maps: bool = False,
     **ways: Way,
 ) -> Any:
@@ -46,6 +47,8 @@ def by_platform(
       derivative: the name of the way that is differentiated.
       partitions: whether a way calls `custom_partitioning`. jax tells a lowering its devices only if it finds that
         primitive in the program, and a way is traced later.
+      alone: whether the ways of platforms take whole arrays only: in a program for several devices, outside of
+        `jax.shard_map`, the way of "default" runs.
       maps: whether `jax.vmap` maps each way, so that every platform keeps its own.
       **ways: by the name of a platform, or "default" for the others, a function `(f, *args)` that returns arrays of the
         same types as `f(*args)`, and closes over no traced array (`f` may). Without one, `f` itself.
@@ -55,7 +58,7 @@ def by_platform(
     """
     leaves, treedef = jax.tree.flatten(args)
     if not any(isinstance(x, Tracer) for x in leaves) and not inside_a_jit():
-        return _way(ways, _platform_of(leaves))(f, *args)
+        return _way(ways, _place_of(leaves, alone))(f, *args)
     out_tree: Any = None
 
     def flat(*leaves: Any) -> list[Any]:
@@ -72,7 +75,7 @@ def by_platform(
 
         return run
 
-    flat_ways = _Ways({name: on_leaves(way) for name, way in sorted(ways.items())}, derivative, maps)
+    flat_ways = _Ways({name: on_leaves(way) for name, way in sorted(ways.items())}, derivative, alone, maps)
     n, consts = len(traced.consts), traced.consts
     hint = _partitioned() if partitions else None
     found = _p.bind(*consts, *leaves, jaxpr=traced.jaxpr, n=n, ways=flat_ways, hint=hint)
@@ -109,6 +112,7 @@ class _Ways:
 
     by_name: dict[str, Way]
     derivative: str
+    alone: bool
     maps: bool
 
     def __repr__(self) -> str:
@@ -123,10 +127,12 @@ def _plainly(f: Callable[..., Any], *args: Any) -> Any:
     return f(*args)
 
 
-def _platform_of(leaves: Sequence[Any]) -> str:
-    """Where arrays that are no tracers lie."""
+def _place_of(leaves: Sequence[Any], alone: bool) -> str:
+    """The name of the way for arrays that are no tracers: that of the platform they lie on."""
     for x in leaves:
         if isinstance(x, jax.Array):
+            if alone and len(x.sharding.device_set) > 1:
+                return "default"
             found = next(iter(x.sharding.device_set)).platform
             return "cuda" if found == "gpu" else found
     return default_platform()
@@ -151,7 +157,7 @@ def _run(name: str, *operands: Any, jaxpr: Any, n: int, ways: _Ways, hint: Any =
 
 @_p.def_impl
 def _(*operands: Any, **params: Any) -> list[Any]:
-    return _run(_platform_of(operands), *operands, **params)
+    return _run(_place_of(operands, params["ways"].alone), *operands, **params)
 
 
 @_p.def_effectful_abstract_eval
@@ -162,7 +168,9 @@ def _(*avals: Any, jaxpr: Any, n: int, ways: _Ways, hint: Any) -> Any:
 
 def _lowering(name: str) -> Callable[..., Any]:
     def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
-        return mlir.lower_fun(lambda *xs: _run(name, *xs, **params), multiple_results=True)(ctx, *operands)
+        devices = getattr(ctx.module_context.axis_context, "num_devices", 1)  # not set inside of `jax.shard_map`
+        way = "default" if params["ways"].alone and devices > 1 else name
+        return mlir.lower_fun(lambda *xs: _run(way, *xs, **params), multiple_results=True)(ctx, *operands)
 
     return rule
 
@@ -211,7 +219,9 @@ def _batched(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: 
     ways: _Ways = params["ways"]
     if ways.maps:
         by_name: dict[str, Any] = {name: lambda _, *xs, name=name: mapped(name)(*xs) for name in ways.by_name}
-        found = by_platform(mapped("default"), *operands, derivative=ways.derivative, maps=True, **by_name)
+        found = by_platform(
+            mapped("default"), *operands, derivative=ways.derivative, alone=ways.alone, maps=True, **by_name
+        )
     else:
         found = mapped("default")(*operands)
     return found, [0] * len(found)

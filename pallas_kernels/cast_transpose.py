@@ -46,7 +46,6 @@ def cast_transpose_amax(
       ([[2.0, -448.0]], (2, 1), 300.0)
     """
     x, scale = jnp.asarray(x), jnp.asarray(scale)
-    passes.check("cast_transpose_amax", [x], [scale], dtype)
-    plan = passes.Pass("cast_transpose_amax", None, 1, 1, jnp.dtype(dtype), None, rows=1)
-    (found,) = passes.run(plan, [x], [scale], backend)
-    return found.q, found.q_t, found.amax
+    passes.check("cast_transpose_amax", x, scale, dtype)
+    plan = passes.Pass("cast_transpose_amax", None, 1, jnp.dtype(dtype), rows=1)
+    return passes.run(plan, [x, scale], backend)[:3]

@@ -29,13 +29,11 @@ def fit(group: int) -> bool:
 
 def load(scales: Any, group: int, *, interpreted: bool) -> Any:
     """The values of the groups of a block, read from the part of memory that holds one for each; for `spread`."""
-    from jax.experimental.mosaic import gpu as mgpu
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, vector
-
     if interpreted:
         return scales[...]
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels.mosaic import FragmentedArray, arith, constant, ir, thread_idx, vector
 
     # One value for each thread. The compiler merges the loads of all leaves only if nothing stands behind them.
     layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
@@ -44,43 +42,39 @@ def load(scales: Any, group: int, *, interpreted: bool) -> Any:
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((THREADS,), scales.dtype, layout=layout)
     )
     def group_load(_: Any, memory: Any) -> Any:
-        number = arith.divui(mgpu.thread_idx(), mgpu.c(group // VECTOR, ir.IntegerType.get_signless(32)))
+        number = arith.divui(thread_idx(), constant(group // VECTOR, ir.IntegerType.get_signless(32)))
         kind = ir.VectorType.get((1,), memory.type.element_type)
         value = vector.load(kind, memory, [arith.index_cast(ir.IndexType.get(), number)])
-        return mgpu.FragmentedArray(
-            _registers=np.array([value], dtype=object), _layout=layout.to_mgpu(), _is_signed=None
-        )
+        return FragmentedArray(_registers=np.array([value], dtype=object), _layout=layout.to_mgpu(), _is_signed=None)
 
     return group_load(scales)  # type: ignore
 
 
 def spread(loaded: Any, layout: Any, group: int, *, interpreted: bool) -> Any:
     """For each element of a block the value of its group, from what `load` returned."""
-    from jax.experimental.mosaic import gpu as mgpu
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-    from jaxlib.mlir.dialects import vector
-
     if interpreted:
         return _spread(loaded, group)
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels.mosaic import FragmentedArray, vector
+
     one = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
     @plgpu.inline_mgpu(arg_types=(one,), return_type=plgpu.ShapeDtypeStruct((BLOCK,), loaded.dtype, layout=layout))
     def group_spread(_: Any, values: Any) -> Any:
         value = vector.extract(values.registers.flat[0], dynamic_position=[], static_position=[0])
-        return mgpu.FragmentedArray.splat(value, (BLOCK,), layout.to_mgpu())
+        return FragmentedArray.splat(value, (BLOCK,), layout.to_mgpu())
 
     return group_spread(loaded)  # type: ignore
 
 
 def maximum(x: Any, layout: Any, group: int, *, interpreted: bool) -> Any:
     """For each element of a block the maximum of its group, exactly; float32."""
-    from jax.experimental.mosaic import gpu as mgpu
-    from jax.experimental.mosaic.gpu import utils
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-    from jaxlib.mlir.dialects import arith, vector
-
     if interpreted:
         return _spread(jnp.max(x.reshape(-1, group), axis=1), group)
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels.mosaic import FragmentedArray, arith, utils, vector
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((BLOCK,), x.dtype, layout=layout))
     def group_maximum(_: Any, values: Any) -> Any:
@@ -90,31 +84,28 @@ def maximum(x: Any, layout: Any, group: int, *, interpreted: bool) -> Any:
         while distance < group // VECTOR:
             most = arith.maximumf(most, utils.shfl_bfly(most, distance))
             distance *= 2
-        return mgpu.FragmentedArray.splat(most, (BLOCK,), values.layout)
+        return FragmentedArray.splat(most, (BLOCK,), values.layout)
 
     return group_maximum(x)  # type: ignore
 
 
 def store(scales: Any, x: Any, layout: Any, group: int, *, interpreted: bool) -> None:
     """Writes one value of `x` for each group; `x` has the same value in all elements of a group."""
-    from jax.experimental.mosaic import gpu as mgpu
-    from jax.experimental.mosaic.gpu import utils
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, memref, vector
-
     if interpreted:
         scales[...] = x.reshape(-1, group)[:, 0]
         return
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels.mosaic import arith, constant, ir, memref, thread_idx, utils, vector, when
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def group_store(_: Any, memory: Any, values: Any) -> None:
         i32 = ir.IntegerType.get_signless(32)
-        lanes, thread = mgpu.c(group // VECTOR, i32), mgpu.thread_idx()
+        lanes, thread = constant(group // VECTOR, i32), thread_idx()
         number = arith.index_cast(ir.IndexType.get(), arith.divui(thread, lanes))
         value = vector.extract(values.registers.flat[0], dynamic_position=[], static_position=[0])
         utils.warp_barrier()  # every lane must read the old value before one writes the new one
-        with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, arith.remui(thread, lanes), mgpu.c(0, i32))):
+        with when(arith.cmpi(arith.CmpIPredicate.eq, arith.remui(thread, lanes), constant(0, i32))):
             memref.store(value, memory, [number])
 
     group_store(scales, x)  # type: ignore

@@ -202,8 +202,10 @@ def _why_not(leaf: Leaf) -> str | None:
 
 
 def _vector(values: Sequence[Any], dtype: Any) -> Array:
-    """A vector of Python numbers, made from literals, because `custom_partitioning` does not accept constant arrays."""
-    return jnp.concatenate([jnp.full(1, x, dtype) for x in values])
+    """A vector of numbers, of which some may be traced."""
+    if not any(isinstance(x, Tracer) for x in values):
+        return jnp.asarray(np.asarray(values, dtype))
+    return jnp.stack([jnp.asarray(x, dtype) for x in values])
 
 
 def _flattened(leaf: Leaf) -> Leaf:

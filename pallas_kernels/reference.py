@@ -7,8 +7,6 @@ values beyond the range of e4m3 into NaN. amax is the largest magnitude of the v
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jaxtyping import Array, Float
 
 
@@ -53,63 +51,3 @@ def cast_transpose_amax(
 def sums_over_rows(x: Float[Array, "..."], rows: int = 1) -> Float[Array, "..."]:
     """The sums of `x` over its first `rows` axes, in float32."""
     return jnp.sum(x.astype(jnp.float32), axis=tuple(range(rows)))
-
-
-# --- activations: float32 in, float32 out ----------------------------------------------------------------------------
-
-_SQRT_2_OVER_PI = np.float32(np.sqrt(2 / np.pi))
-_CUBIC = np.float32(0.044715)
-_SQRT_HALF = np.float32(np.sqrt(0.5))
-_INV_SQRT_2_PI = np.float32(1 / np.sqrt(2 * np.pi))
-
-
-def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2, the default of `jax.nn.gelu`."""
-    return np.float32(0.5) * x * (np.float32(1) + jnp.tanh(_SQRT_2_OVER_PI * (x + _CUBIC * (x * x * x))))
-
-
-def gelu_grad(grad: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`grad` times the derivative of `gelu` at x."""
-    t = jnp.tanh(_SQRT_2_OVER_PI * (x + _CUBIC * (x * x * x)))
-    slope = _SQRT_2_OVER_PI * (np.float32(1) + np.float32(3) * _CUBIC * (x * x))
-    half = np.float32(0.5)
-    return grad * (half * (np.float32(1) + t) + half * x * ((np.float32(1) - t * t) * slope))
-
-
-def gelu_exact(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x (1 + erf(x / sqrt(2))) / 2, as `jax.nn.gelu(approximate=False)`."""
-    return np.float32(0.5) * x * (np.float32(1) + lax.erf(x * _SQRT_HALF))
-
-
-def gelu_exact_grad(grad: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`grad` times the derivative of `gelu_exact` at x."""
-    cdf = np.float32(0.5) * (np.float32(1) + lax.erf(x * _SQRT_HALF))
-    return grad * (cdf + x * (_INV_SQRT_2_PI * jnp.exp(np.float32(-0.5) * (x * x))))
-
-
-def sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """1 / (1 + exp(-x))."""
-    return np.float32(1) / (np.float32(1) + jnp.exp(-x))
-
-
-def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x sigmoid(x), as `jax.nn.silu`."""
-    return x * sigmoid(x)
-
-
-def silu_grad(grad: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`grad` times the derivative of `silu` at x."""
-    s = sigmoid(x)
-    return grad * (s + x * s * (np.float32(1) - s))
-
-
-def silu_gated(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
-    """silu(a) * b: the gated unit of SwiGLU."""
-    return silu(a) * b
-
-
-def silu_gated_grad(
-    grad: Float[Array, "..."], a: Float[Array, "..."], b: Float[Array, "..."]
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """The gradients of `silu_gated` with respect to a and b."""
-    return silu_grad(grad * b, a), grad * silu(a)

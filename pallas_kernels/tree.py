@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from pallas_kernels import backend as backends, meshes, multi_tensor
+from pallas_kernels import backend as backends, multi_tensor
 from pallas_kernels.leaves import Leaf
 
 
@@ -40,7 +40,7 @@ def over_tree(
 
     def kernel(arrays: list[Array], scalar: Array, interpret: Any) -> Any:
         levels = multi_tensor.UPDATE_LEVELS if outs else multi_tensor.READ_LEVELS
-        return meshes.apply(f, of(arrays), [scalar], name=name, n_sums=n_sums, levels=levels, interpret=interpret)
+        return multi_tensor.apply(f, of(arrays), [scalar], name=name, n_sums=n_sums, levels=levels, interpret=interpret)
 
     def plain(arrays: list[Array], scalar: Array) -> Any:
         return multi_tensor.reference(f, of(arrays), [scalar], n_sums=n_sums)
@@ -48,6 +48,6 @@ def over_tree(
     unmet = None
     if len({backends.varying_axes(x) for x in filled}) > 1:  # the branches of the kernel must have one type
         unmet = "leaves differ in the axes that they vary over in jax.shard_map (pass check_vma=False)"
-    result = backends.run(backend, kernel, plain, filled, scalar, unmet=unmet)
+    result = backends.run(backend, kernel, plain, filled, scalar, unmet=unmet, alone=True)
     found = iter(result.leaves)
     return [next(found) if x.size else tuple(x.astype(d) for d in outs) for x in leaves], result.sums

@@ -61,8 +61,9 @@ def in_order(registers: list[Any], shape: tuple[int, int]) -> list[Any]:
 
 def layout() -> Any:
     """The layout of the result: a warp has 16 x 16 values, a thread four neighbours of two runs that are 8 apart."""
-    from jax.experimental.mosaic.gpu.fragmented_array import Tiling
     from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels.mosaic import Tiling
 
     tiles = Tiling(((16, 64), (16, 16), (16, 8), (4, 4)))
     return plgpu.Layout.TILED(tiles, warp_dims=(-7,), lane_dims=(-3, -2, -4), vector_dim=-1)
@@ -70,14 +71,12 @@ def layout() -> Any:
 
 def turned(x: Array, *, interpreted: bool) -> Array:
     """The transpose of an fp8 tile in the layout WGMMA_8BIT, in the layout `layout`."""
-    from jax.experimental.mosaic import gpu as mgpu
-    from jax.experimental.mosaic.gpu import utils
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith
-
     if interpreted:
         return x.T
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels.mosaic import FragmentedArray, arith, constant, ir, thread_idx, utils
+
     made = plgpu.ShapeDtypeStruct(x.shape[::-1], x.dtype, layout=layout())
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA_8BIT,), return_type=made)
@@ -85,9 +84,9 @@ def turned(x: Array, *, interpreted: bool) -> Array:
         i32 = ir.IntegerType.get_signless(32)
 
         def choose(bit: int, values: tuple[int, int]) -> Any:
-            own = arith.andi(mgpu.thread_idx(), mgpu.c(bit, i32))
-            without = arith.cmpi(arith.CmpIPredicate.eq, own, mgpu.c(0, i32))
-            return arith.select(without, *(mgpu.c(value, i32) for value in values))
+            own = arith.andi(thread_idx(), constant(bit, i32))
+            without = arith.cmpi(arith.CmpIPredicate.eq, own, constant(0, i32))
+            return arith.select(without, *(constant(value, i32) for value in values))
 
         words = [utils.bitcast(register, i32) for register in tile.registers.reshape(-1)]
         lanes, kind = Lanes(utils.prmt, utils.shfl_bfly, choose), tile.registers.flat[0].type
@@ -96,6 +95,6 @@ def turned(x: Array, *, interpreted: bool) -> Array:
         registers = np.empty(new.registers_shape(made.shape), dtype=object)
         moved = in_order([word for pair in pairs for word in pair], tile.shape)
         registers.flat[:] = [utils.bitcast(word, kind) for word in moved]
-        return mgpu.FragmentedArray(_registers=registers, _layout=new, _is_signed=None)
+        return FragmentedArray(_registers=registers, _layout=new, _is_signed=None)
 
     return turned_registers(x)  # type: ignore

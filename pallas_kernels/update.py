@@ -23,7 +23,6 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels import (
     backend as backends,
-    meshes,
     moments as _moments,
     multi_tensor,
     reference,
@@ -227,7 +226,7 @@ def multi_tensor_update(
     all_scalars = (factor, learning_rate, jnp.asarray(step, jnp.float32), *scalars)
 
     def kernel(leaves: Any, scalars: Any, taken: Any, interpret: Any) -> Any:
-        return meshes.apply(
+        return multi_tensor.apply(
             *_of(leaves, scalars), name="multi_tensor_update", n_sums=n_sums, when=taken, interpret=interpret
         )
 
@@ -271,7 +270,7 @@ def multi_tensor_update(
         unmet = (
             "arrays that vary over axes of a checked jax.shard_map cannot be written in place (pass check_vma=False)"
         )
-    result = backends.run(backend, kernel, plain, arrays, all_scalars, taken, unmet=unmet)
+    result = backends.run(backend, kernel, plain, arrays, all_scalars, taken, unmet=unmet, alone=True)
     moved = list(weights)
     for i, new in zip(filled, result.leaves, strict=True):
         moved[i] = _put_back(weights[i], new)

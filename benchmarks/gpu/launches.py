@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from benchmarks.programs import norm_casts
-from pallas_kernels import activation as activations, grouped, moments, update
+from benchmarks.programs import computed_casts
+from pallas_kernels import grouped, moments, update
 
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+E4M3 = jnp.float8_e4m3fn
 LEAVES = (5, 129, 2048, 8192 + 3)  # tails, whole blocks, and both
 RULES = {"AdamW": update.AdamW(), "Lion": update.Lion(), "Momentum": update.Momentum()}
 # Rule, dtype of the param, of the master, of the moments
@@ -50,23 +50,11 @@ def launches(backend: str, *, side: int = 128, blocks: int = 1) -> dict[str, tup
     one = jnp.float32(1.0)
     for dtype in ("float32", "bfloat16"):
         add(f"cast_transpose_amax, {dtype}", lambda x, backend: _cast(x, backend), dtype)
-    for activation in ("gelu", "silu"):
-        forward = functools.partial(_activation, activation=activation)
-        add(f"activation_cast_transpose_amax, {activation}", forward, "bfloat16")
-        backward = functools.partial(_activation_grad, activation=activation)
-        add(f"activation_grad_cast_transpose_amax, {activation}", backward, "bfloat16 bfloat16")
-    add(norm_casts.NAME, lambda x, backend: _norm(x, backend), "bfloat16")
-    gated = activations.silu_gated_cast_transpose_amax
+    add(f"{computed_casts.NAME}, gelu", lambda x, backend: _gelu(x, backend), "bfloat16")
     add(
-        "silu_gated_cast_transpose_amax",
-        lambda a, b, backend: gated(a, b, one, E4M3, backend=backend),
+        f"{computed_casts.NAME}, silu(a) b",
+        lambda a, b, backend: computed_casts.silu_gated(a, b, one, backend=backend),
         "bfloat16 bfloat16",
-    )
-    gated_grad = activations.silu_gated_grad_cast_transpose_amax
-    add(
-        "silu_gated_grad_cast_transpose_amax",
-        lambda g, a, b, backend: gated_grad(g, a, b, (one, one), E5M2, backend=backend),
-        "bfloat16 bfloat16 bfloat16",
     )
     rows, experts = (side, 128), (4, 128, 192)
     of_experts = jnp.array([side // 2 - 3, 0, 3, side // 4], jnp.int32)  # and some rows are of nobody
@@ -111,20 +99,8 @@ def _cast(x: jax.Array, backend: str) -> Any:
     return pallas_kernels.cast_transpose_amax(x, jnp.float32(4.0), E4M3, backend=backend)
 
 
-def _norm(x: jax.Array, backend: str) -> Any:
-    wide = x.astype(jnp.float32)
-    inv_std, mean, (weight, bias) = jnp.exp(wide[:, 0]), wide[:, 1], wide[:2]
-    return norm_casts.cast(x, jnp.float32(4.0), inv_std, mean, weight, bias, backend=backend)
-
-
-def _activation(x: jax.Array, *, activation: str, backend: str) -> Any:
-    f = activations.activation_cast_transpose_amax
-    return f(x, jnp.float32(4.0), E4M3, activation=activation, backend=backend)
-
-
-def _activation_grad(g: jax.Array, x: jax.Array, *, activation: str, backend: str) -> Any:
-    f = activations.activation_grad_cast_transpose_amax
-    return f(g, x, jnp.float32(4.0), E5M2, activation=activation, backend=backend)
+def _gelu(x: jax.Array, backend: str) -> Any:
+    return computed_casts.gelu(x, jnp.float32(4.0), x[0].astype(jnp.float32), backend=backend)
 
 
 def weights(kind: tuple[str, str, str, str], shapes: Any, seed: int) -> Any:

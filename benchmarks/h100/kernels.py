@@ -31,8 +31,8 @@ from benchmarks.lib import aot
 from benchmarks.lib.benchmark import Benchmark
 from benchmarks.lib.tables import holds, markdown
 from benchmarks.lib.versions import H100, versions
-from benchmarks.programs import norm_casts
-from pallas_kernels import activation as activations, moments as moments_of, update as update_kernel
+from benchmarks.programs import computed_casts
+from pallas_kernels import moments as moments_of, update as update_kernel
 
 SIDE = 4096
 SHAPES = ((SIDE, SIDE), (1000,), (13,))  # a matrix, and small leaves that need blocks of every size
@@ -58,45 +58,14 @@ class Kernel(NamedTuple):
 
 
 def kernels() -> list[Kernel]:
-    """All kernels, in the important dtypes. A wide result has the dtype of the first tensor."""
+    """All kernels, in the important dtypes."""
     e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
     k = pallas_kernels
     return [
         *_matrix("cast_transpose_amax", lambda x, s: k.cast_transpose_amax(x, s, e4m3), inputs=1),
         *_matrix("cast_transpose_amax, e5m2", lambda x, s: k.cast_transpose_amax(x, s, e5m2), inputs=1),
-        *(
-            row
-            for f in ("gelu", "silu")
-            for row in _matrix(
-                f"{f}_cast_transpose_amax",
-                lambda x, s, f=f: activations.activation_cast_transpose_amax(x, s, e4m3, activation=f),
-                inputs=1,
-            )
-        ),
-        *(
-            row
-            for f in ("gelu", "silu")
-            for row in _matrix(
-                f"{f}_grad_cast_transpose_amax",
-                lambda g, x, s, f=f: activations.activation_grad_cast_transpose_amax(g, x, s, e5m2, activation=f),
-                inputs=2,
-                wide=True,
-            )
-        ),
-        *_matrix(
-            "silu_gated_cast_transpose_amax",
-            lambda a, b, s: activations.silu_gated_cast_transpose_amax(a, b, s, e4m3),
-            inputs=2,
-        ),
-        *_matrix(
-            "silu_gated_grad_cast_transpose_amax",
-            lambda g, a, b, s, t: activations.silu_gated_grad_cast_transpose_amax(g, a, b, (s, t), e5m2),
-            inputs=3,
-            values=2,
-            wide=True,
-        ),
-        *_matrix(f"{norm_casts.NAME} of an RMSNorm", norm_casts.cast, inputs=1, vectors=2),
-        *_matrix(f"{norm_casts.NAME} of a LayerNorm", norm_casts.cast, inputs=1, vectors=4),
+        *_matrix(f"{computed_casts.NAME} of a gelu with a bias", computed_casts.gelu, inputs=1, vectors=1),
+        *_matrix(f"{computed_casts.NAME} of silu(a) b", computed_casts.silu_gated, inputs=2),
         *_over_trees(),
     ]
 
@@ -162,17 +131,15 @@ def _over_trees(shapes: Sequence[tuple[int, ...]] = SHAPES) -> Iterator[Kernel]:
         )
 
 
-def _matrix(
-    name: str, run: Callable[..., Any], *, inputs: int, values: int = 1, wide: bool = False, vectors: int = 0
-) -> Iterator[Kernel]:
-    """Rows of a kernel on square matrices: reads each once, writes each value twice in fp8, and wide if `wide`."""
+def _matrix(name: str, run: Callable[..., Any], *, inputs: int, vectors: int = 0) -> Iterator[Kernel]:
+    """Rows of a kernel on square matrices: reads each once, and writes its value twice in fp8."""
     vector = jax.ShapeDtypeStruct((SIDE,), jnp.float32)
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         size = jnp.dtype(dtype).itemsize
         x = jax.ShapeDtypeStruct((SIDE, SIDE), dtype)
         scale = jax.ShapeDtypeStruct((), jnp.float32)
-        least = (inputs * size + values * (2 + wide * size)) * SIDE**2 / 2**20
-        yield Kernel(name, jnp.dtype(dtype).name, run, (x,) * inputs + (scale,) * values + (vector,) * vectors, least)
+        least = (inputs * size + 2) * SIDE**2 / 2**20
+        yield Kernel(name, jnp.dtype(dtype).name, run, (x,) * inputs + (scale,) + (vector,) * vectors, least)
 
 
 def measure(kernel: Kernel) -> dict[str, Any]:
@@ -271,12 +238,11 @@ def said_by_ptxas() -> Iterator[list[str]]:
 
 
 def measure_split(name: str, spec: P) -> dict[str, Any]:
-    """A kernel on a matrix split over eight devices, under plain jit; vectors of its rows and columns are whole."""
+    """A kernel on a matrix split over eight devices, under plain jit; a vector of its columns is whole."""
     m = aot.mesh(8, ("a", "b"), (4, 2))
     arguments = aot.spec(m, (SIDE, SIDE), jnp.bfloat16, spec), aot.spec(m, (), jnp.float32)
-    if name == norm_casts.NAME:
-        vector = aot.spec(m, (SIDE,), jnp.float32)
-        compiled = aot.compile_for(norm_casts.cast, *arguments, vector, vector)
+    if name == computed_casts.NAME:
+        compiled = aot.compile_for(computed_casts.gelu, *arguments, aot.spec(m, (SIDE,), jnp.float32))
     else:
         run = functools.partial(pallas_kernels.cast_transpose_amax, dtype=jnp.float8_e4m3fn)
         compiled = aot.compile_for(run, *arguments)
@@ -367,7 +333,7 @@ def measure_all() -> dict[str, Any]:
         "widths": [row for n in LEAVES for row in measure_widths(n)],
         "split": [
             *(measure_split(CAST, spec) for spec in (P("a"), P("a", "b"), P(None, "b"), P(("a", "b")), P())),
-            *(measure_split(norm_casts.NAME, spec) for spec in (P("a"), P(None, "b"))),
+            *(measure_split(computed_casts.NAME, spec) for spec in (P("a"), P(None, "b"))),
         ],
     }
 

@@ -1,16 +1,15 @@
 """What the target device of a program can do.
 
-jax chooses the platform's version of a function when it lowers the program (`lax.platform_dependent`): a function that
-is compiled on a CPU for a GPU gets the version for GPUs. The lowering does not know the generation of the GPU, so this
-file assumes the oldest GPU of this machine, or Hopper if there is none.
+The platform is chosen when the program is lowered (`pallas_kernels.by_platform`): a function that is compiled on a CPU
+for a GPU gets the way of GPUs. The lowering does not know the generation of the GPU, so this file assumes the oldest
+GPU of this machine, or Hopper if there is none.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from jax import lax
-
 from pallas_kernels import backend
+from pallas_kernels.by_platform import by_platform
 
 # Compute capabilities
 _FIRST_WITH_FP8 = 8.9  # Ada
@@ -20,15 +19,16 @@ _FIRST_WITH_BLOCKS = 10.0  # Blackwell
 
 def on_fp8_hardware(in_fp8: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """Calls `in_fp8` in programs for NVIDIA GPUs with fp8 tensor cores, else `otherwise`."""
-    on_cuda = in_fp8 if _oldest_gpu() >= _FIRST_WITH_FP8 else otherwise
-    return lambda *args: lax.platform_dependent(*args, cuda=on_cuda, default=otherwise)
+    return _on_cuda(in_fp8, otherwise) if _oldest_gpu() >= _FIRST_WITH_FP8 else otherwise
 
 
 def on_block_scaled_hardware(in_blocks: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """Calls `in_blocks` in programs for NVIDIA GPUs whose tensor cores multiply MXFP8, else `otherwise`."""
-    if _oldest_gpu() < _FIRST_WITH_BLOCKS:
-        return otherwise
-    return lambda *args: lax.platform_dependent(*args, cuda=in_blocks, default=otherwise)
+    return _on_cuda(in_blocks, otherwise) if _oldest_gpu() >= _FIRST_WITH_BLOCKS else otherwise
+
+
+def _on_cuda(on_gpu: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: by_platform(otherwise, *args, cuda=lambda _, *args: on_gpu(*args), maps=True)
 
 
 def why_not_fp8_gemms() -> str | None:

@@ -77,7 +77,7 @@ def by_leaf(gemm: Gemm, tensor: Tensor, products: Sequence[str]) -> Cast:
     with jax.named_scope("jaxmp.fp8_quantize"):
         scale, inv_scale = scale_leaves.scale_of(leaf, holds_log2=holds_log2)
         in_kernel = summed is not None and summed == rows
-        plan = passes.Pass("cast_transpose_amax", None, 1, 1, jnp.dtype(dtype), None, rows or 0, sums=in_kernel)
+        plan = passes.Pass("cast_transpose_amax", None, 1, jnp.dtype(dtype), rows or 0, sums=in_kernel)
         sums = None
         if rows is None or x.dtype not in passes.DTYPES or backend.why_no_kernels() or passes.why_not(plan, (x,)):
             y = casting.widened(gemms.pad(x, zeros))

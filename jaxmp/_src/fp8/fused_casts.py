@@ -22,7 +22,7 @@ from jaxtyping import Array
 from jaxmp._src.base import ambient, compat, vmap_rules
 from jaxmp._src.base.by_identity import ByIdentity
 from jaxmp._src.programs import jaxprs
-from pallas_kernels import passes, reference
+from pallas_kernels import passes
 
 PRODUCT = "jaxmp.product"  # names the results of matmuls in fp8 where they are differentiated
 _MOST_STEPS, _MOST_TENSORS = 48, 3  # the gradient of silu(a) b by a is of these two and of that of the result
@@ -42,6 +42,13 @@ _SIGNS: dict[str, Callable[..., Any]] = {
     "lt": lambda a, zero: jnp.where(a < zero, 1.0, 0.0),
     "le": lambda a, zero: jnp.where(a <= zero, 1.0, 0.0),
 }
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)), in what Mosaic has."""
+    return np.float32(1) / (np.float32(1) + jnp.exp(-x))
+
+
 _OPERATIONS: dict[str, Callable[..., Any]] = {  # what Mosaic computes on float32 tiles
     **_LINEAR,
     **_SIGNS,
@@ -50,7 +57,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {  # what Mosaic computes on float3
     "min": jnp.minimum,
     "tanh": jnp.tanh,
     "exp": jnp.exp,
-    "logistic": reference.sigmoid,
+    "logistic": sigmoid,
     "rsqrt": jax.lax.rsqrt,
     "sqrt": jax.lax.sqrt,
     "square": lambda a: a * a,
@@ -104,7 +111,7 @@ class FusedCast:
             name="computed_cast_transpose_amax",
             compute=self.function,
             inputs=len(self.tensors),
-            of_columns=len(self.columns),
+            vectors=len(self.columns),
             rounded=jnp.dtype(self.rounded),
         )
 

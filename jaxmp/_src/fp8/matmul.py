@@ -33,13 +33,12 @@ from jaxtyping import Array, Float
 from jaxmp._src.base import ambient, compat, hardware, vmap_rules
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import shardings
-from jaxmp._src.fp8 import casts, first_derivatives, fused_casts, gemms, recipe as recipe_lib, remat
+from jaxmp._src.fp8 import activations, casts, first_derivatives, fused_casts, gemms, recipe as recipe_lib, remat
 from jaxmp._src.fp8.casts import Tensor
 from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.gemms import Gemm
 from jaxmp._src.fp8.scale_leaves import Scales as Scales
 from jaxmp._src.numerics import casting
-from pallas_kernels.activation import ACTIVATIONS, UNMET, check_activation
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -92,7 +91,7 @@ def dot_general(
       preferred_element_type: dtype of the result; default: the narrower of the two inputs' (a float32 weight does not
         widen bfloat16 activations).
       out_sharding: how the result lies on a mesh with explicit axes, as for `jax.lax.dot_general`.
-      activation: "gelu", "gelu_exact" or "silu" (`pallas_kernels.activation`): lhs goes through it first. With
+      activation: "gelu", "gelu_exact" or "silu" (`fp8/activations.py`): lhs goes through it first. With
         `DelayedScaling` f(lhs) is computed in float32 and rounded once, to fp8; on a GPU (but for "gelu_exact") it is
         not written to memory in any other dtype. By other recipes it is rounded to the dtype of lhs in between.
       bias: added to the product; of the shape of the axes of rhs that are neither summed over nor batch axes. With
@@ -134,8 +133,8 @@ def dot_general(
     dgrad_dtype = lhs.dtype if reason else traced_for(lhs.dtype)
     lhs, fused = lhs.astype(dgrad_dtype), None
     if activation is not None:
-        check_activation(activation)
-        lhs, fused = _activated(lhs, activation, is_cast_next=not reason and scales is not None)
+        activations.check(activation)
+        lhs, fused = activations.activated(lhs, activation, is_cast_next=not reason and scales is not None)
     if reason:
         warn_of_fallback(out_dtype, reason, layer)
         out = plain_dot_general(lhs, rhs, dimension_numbers, preferred_element_type, out_sharding)
@@ -203,31 +202,6 @@ def check_scales(recipe: Any, scales: Scales | None) -> None:
             f"a recipe with delayed scaling needs scales=, one without state takes none; got {type(recipe).__name__} "
             f"and scales={'given' if scales is not None else 'None'}."
         )
-
-
-# --- an activation before the cast ------------------------------------------------------------------------------------
-
-
-def _activated(x: Array, name: str, *, is_cast_next: bool) -> tuple[Array, fused_casts.FusedCast | None]:
-    """(f(x), what a kernel computes it from): in float32 where the cast comes next, else in the dtype of x."""
-    y = first_derivatives.in_reverse(_activation)(x, name)
-    if not is_cast_next:
-        return y.astype(x.dtype), None
-    reads_x = x.dtype != jnp.float64 and name not in UNMET
-    return y, fused_casts.FusedCast((x,), (), ACTIVATIONS[name][0], y.dtype) if reads_x else None
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))  # so that x alone is kept, and in its own dtype
-def _activation(x: Array, name: str) -> Array:
-    return ACTIVATIONS[name][0](casting.widened(x))
-
-
-def _activation_backward(name: str, x: Array, g: Array) -> tuple[Array]:
-    with jax.named_scope(f"jaxmp.fp8_{name}_grad"):
-        return (ACTIVATIONS[name][1](casting.widened(g), casting.widened(x)).astype(x.dtype),)
-
-
-_activation.defvjp(lambda x, name: (_activation(x, name), x), _activation_backward)
 
 
 # --- the rule for vmap, and matrices ----------------------------------------------------------------------------------

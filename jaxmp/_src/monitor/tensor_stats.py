@@ -32,6 +32,7 @@ from jaxmp._src.base import compat, tables, tree_paths
 from jaxmp._src.devices import collectives, shardings
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import float_bits, formats
+from pallas_kernels.by_platform import by_platform
 
 FORMATS = {name: formats.DTYPES[name] for name in ("bf16", "fp16", "e4m3", "e5m2")}
 LOWEST, HIGHEST = -48, 23  # exponents of the histogram's octaves; values outside count in the outermost ones
@@ -272,9 +273,8 @@ def of_leaf(x: Array, scale: Any = None, histogram: bool = True) -> LeafCounts:
 def _of_float32(x: Array, histogram: bool) -> LeafCounts:
     # Keeps the shape: to flatten an array that is split over devices would gather it.
     m = float_bits.to_bits(x) & np.int32(0x7FFFFFFF)
-    ranks = lax.platform_dependent(
-        m, cpu=lambda m: _ranks_by_scatter(m, histogram), default=lambda m: _ranks_by_comparison(m, histogram)
-    )
+    by_scatter = lambda _, m: _ranks_by_scatter(m, histogram)  # noqa: E731
+    ranks = by_platform(functools.partial(_ranks_by_comparison, histogram=histogram), m, cpu=by_scatter, maps=True)
     largest = jnp.max(jnp.where(m < float_bits.INFINITY, m, 0))
     smallest = jnp.min(jnp.where((m > 0) & (m < float_bits.INFINITY), m, float_bits.INFINITY))
     return ranks, jnp.stack([largest, float_bits.INFINITY - smallest])

@@ -1,0 +1,18 @@
+"""Names of Mosaic GPU that `jax.experimental.pallas.mosaic_gpu` does not hand on: the one file that knows them.
+
+Functions in `inline_mgpu` get the registers of an array, and the operations of MLIR work on these. Import this file in
+the function that uses it: only jax versions with kernels have all of these names.
+"""
+
+from jax.experimental.mosaic.gpu import (
+    FragmentedArray as FragmentedArray,
+    c as constant,
+    thread_idx as thread_idx,
+    utils as utils,
+    when as when,
+)
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling as Tiling
+from jaxlib.mlir import ir as ir
+from jaxlib.mlir.dialects import arith as arith, memref as memref, vector as vector
+
+__all__ = ["FragmentedArray", "Tiling", "arith", "constant", "ir", "memref", "thread_idx", "utils", "vector", "when"]

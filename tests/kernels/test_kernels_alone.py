@@ -1,0 +1,98 @@
+"""Kernels over trees take whole arrays: XLA runs where devices share them under plain jit, the kernel in shard_map."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxmp
+import pallas_kernels
+from helpers import assert_close
+from pallas_kernels import backend as backends, launch, multi_tensor
+from pallas_kernels.leaves import Leaf
+
+WITHOUT_KERNELS = backends.why_no_kernels()
+kernels_only = pytest.mark.skipif(WITHOUT_KERNELS is not None, reason=str(WITHOUT_KERNELS))
+
+
+def mesh_of(kind=AxisType.Auto):
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+
+
+def text_for_cuda(f, *args, **options):
+    return jax.jit(f, **options).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.thorough(1)
+@kernels_only
+@pytest.mark.parametrize("how", ["one device", "Auto", "Explicit", "in_shardings"])
+def test_what_is_lowered_for_a_gpu(how):
+    """The number of devices is known when the program is lowered, also where the traced types say nothing of it."""
+    params32 = {"w": jnp.ones((8, 256))}
+    policy = jaxmp.get_policy("fp16")
+    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, max_norm=1.0), policy)
+    args, options = (policy.cast_to_param(params32), tx.init(params32), policy.cast_to_param(params32)), {}
+    if how in ("Auto", "Explicit"):
+        args = jax.device_put(args, NamedSharding(mesh_of(AxisType[how]), P()))
+    elif how == "in_shardings":
+        options = {"in_shardings": NamedSharding(mesh_of(), P())}
+    text = text_for_cuda(functools.partial(jaxmp.apply_gradients, tx), *args, **options)
+    assert ("mosaic_gpu" in text) == (how == "one device") and "CustomSPMDPartitioning" not in text
+
+
+@kernels_only
+@pytest.mark.parametrize("name", ["cast_tree", "unscale_and_check", "gradient_norm"])
+def test_a_named_backend_that_cannot_run_on_several_devices_says_so(name, monkeypatch):
+    f = getattr(pallas_kernels, name)
+    monkeypatch.setattr(backends, "why_no_kernels", lambda **_: None)
+    x = jnp.ones((8, 256), jnp.float16)
+    scalar = jnp.bfloat16 if name == "cast_tree" else jnp.float32(1)
+    run = lambda x: f({"w": x}, scalar, backend="mosaic")  # noqa: E731
+    assert "mosaic_gpu" in text_for_cuda(run, x)
+    for given, g in ((jax.device_put(x, NamedSharding(mesh_of(), P("data"))), run), (x[None], jax.vmap(run))):
+        with pytest.raises(ValueError, match='"mosaic" cannot run here: devices share the arrays, or jax.vmap'):
+            text_for_cuda(g, given)
+
+
+@kernels_only
+def test_inside_shard_map_the_kernel_stands_bare():
+    mesh = mesh_of()
+    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, max_norm=1.0), "fp16")
+    params32 = {"w": jnp.ones((8, 256))}
+    params, opt_state = jaxmp.get_policy("fp16").cast_to_param(params32), tx.init(params32)
+    spread = jax.shard_map(functools.partial(jaxmp.apply_gradients, tx), mesh=mesh, in_specs=P(), out_specs=P())
+    text = jax.jit(spread).trace(params, opt_state, params).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text and "CustomSPMDPartitioning" not in text
+
+
+@pytest.mark.thorough(0)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_under_vmap_inside_shard_map_the_reference_serves(check_vma):
+    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, max_norm=1.0), "bf16")
+    params32 = {"w": jnp.ones((2, 8, 4)), "b": jnp.ones((2, 4))}  # two models
+    params, opt_state = jaxmp.get_policy("bf16").cast_to_param(params32), jax.vmap(tx.init)(params32)
+    grads = {"w": params["w"].at[1, 0, 0].set(jnp.nan), "b": params["b"]}  # the second one overflows
+    update = jax.vmap(functools.partial(jaxmp.apply_gradients, tx))
+    spread = jax.shard_map(update, mesh=mesh_of(), in_specs=P(), out_specs=P(), check_vma=check_vma)
+    got = jax.jit(spread)(grads, opt_state, params)
+    assert_close(got, jax.jit(update)(grads, opt_state, params), rtol=1e-6)
+    assert jaxmp.get_metrics(got[1])["skipped"].tolist() == [False, True]
+
+
+def test_blocks_cover_each_element_once():
+    levels = multi_tensor.UPDATE_LEVELS
+    leaves = [Leaf(reads=(jnp.ones(n),)) for n in (1, 127, 128, 2047, 2048, 5000)]
+    covered = {i: np.zeros(leaf.reads[0].size, int) for i, leaf in enumerate(leaves)}
+    regions = list(launch.regions(leaves, levels))
+    for region in regions:
+        block = region.level.pieces * region.level.size
+        for k, leaf in enumerate(region.leaves):
+            for j in range(region.firsts[k + 1] - region.firsts[k]):
+                start = region.offsets[k] + j * block
+                covered[leaf][start : start + block] += 1
+    assert all((x == 1).all() for x in covered.values())
+    starts = [region.start for region in regions]
+    assert starts == np.cumsum([0, *(region.firsts[-1] for region in regions)])[:-1].tolist()
