@@ -22,6 +22,7 @@ from jax.extend import core
 from jax.extend.core import unsafe_am_i_under_a_jit_DO_NOT_USE as inside_a_jit  # pyright: ignore
 from jax.interpreters import ad, batching, mlir
 
+_ITSELF = "itself"  # the function, in place of the way of a platform
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 Way = Callable[..., Any]  # (f, *args) -> what f returns
@@ -138,6 +139,11 @@ def _place_of(leaves: Sequence[Any], alone: bool) -> str:
     return default_platform()
 
 
+def way_here(eqn: Any) -> Callable[..., list[Any]]:
+    """What an equation of `by_platform` computes on the default device, as a function of its operands."""
+    return functools.partial(_run, default_platform(), **eqn.params)
+
+
 def default_platform() -> str:
     """The platform of the default device, by the names that programs are lowered for."""
     found = jax.default_backend()
@@ -152,7 +158,7 @@ def _run(name: str, *operands: Any, jaxpr: Any, n: int, ways: _Ways, hint: Any =
     def f(*leaves: Any) -> list[Any]:
         return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, list(consts)))(*leaves)  # pyright: ignore
 
-    return list(_way(ways.by_name, name)(f, *leaves))
+    return list((_plainly if name == _ITSELF else _way(ways.by_name, name))(f, *leaves))
 
 
 @_p.def_impl
@@ -219,9 +225,8 @@ def _batched(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: 
     ways: _Ways = params["ways"]
     if ways.maps:
         by_name: dict[str, Any] = {name: lambda _, *xs, name=name: mapped(name)(*xs) for name in ways.by_name}
-        found = by_platform(
-            mapped("default"), *operands, derivative=ways.derivative, alone=ways.alone, maps=True, **by_name
-        )
+        options: dict[str, Any] = {"derivative": ways.derivative, "alone": ways.alone, "maps": True}
+        found = by_platform(mapped(_ITSELF), *operands, partitions=params["hint"] is not None, **options, **by_name)
     else:
         found = mapped("default")(*operands)
     return found, [0] * len(found)

@@ -97,14 +97,11 @@ def fused_programs() -> Iterator[Program]:
     yield one._replace(target=few)
     # 4 more: XLA writes the mean over devices, and the kernel reads it.
     yield one._replace(mode="8, shard_map", devices=8, target=Target(34.5, 1))
-    # Each device updates its part. Two sums over split leaves are reduced: norm with flag, saturated weights.
-    yield one._replace(mode="8, jit", devices=8, target=few)
-    yield one._replace(
-        mode="8, jit, split",
-        devices=8,
-        tree=LLAMA,
-        target=few._replace(kernels=64, small_all_reduces=2),
-    )
+    # Where devices share the arrays under plain jit, XLA computes what the kernel does. Of split leaves, two sums are
+    # reduced: norm with flag, saturated weights.
+    by_xla = one._replace(mode="8, jit", devices=8, writes_params_only=False, target=Target(34.5, 0))
+    yield by_xla
+    yield by_xla._replace(mode="8, jit, split", tree=LLAMA, target=Target(34.5, 2))
     yield one._replace(tree=MANY, target=few._replace(kernels=None))
     yield one._replace(tree=LLAMA, target=few)
 
@@ -119,6 +116,7 @@ def fused_programs() -> Iterator[Program]:
     small = small._replace(target=few._replace(bytes_per_param=14.5, stored_bytes_per_param=7.0))
     yield small
     yield small._replace(tree=LLAMA)
+    yield small._replace(mode="8, jit", devices=8, target=Target(40.0, 0))
 
 
 def _fused_adamw(**kwargs: Any) -> optax.GradientTransformation:

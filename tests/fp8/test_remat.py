@@ -32,7 +32,7 @@ def casts_to_fp8(jaxpr):
         if eqn.primitive.name == "convert_element_type":
             found += eqn.outvars[0].aval.dtype.itemsize == 1
         inner = jaxprs.functions_of(eqn)
-        found += sum(casts_to_fp8(jaxpr) for jaxpr, _ in inner)
+        found += sum(casts_to_fp8(jaxpr) for jaxpr, *_ in inner)
     return found
 
 

@@ -264,7 +264,7 @@ def moves(jaxpr, where=()):
             source, target = eqn.invars[0].aval, eqn.outvars[0].aval
             if source.memory_space != target.memory_space:
                 found.append((where, target.memory_space.name, source.size * source.dtype.itemsize))
-        for inner, _ in jaxmp._src.programs.jaxprs.functions_of(eqn):
+        for inner, *_ in jaxmp._src.programs.jaxprs.functions_of(eqn):
             found += moves(inner, (*where, eqn.primitive.name))
     return found
 
@@ -290,7 +290,7 @@ def barriers(jaxpr):
         operands = [v.aval for v in eqn.invars if hasattr(v, "aval")]
         if eqn.primitive.name == "optimization_barrier" and any(a.memory_space.name == "Host" for a in operands):
             yield operands
-        for inner, _ in jaxmp._src.programs.jaxprs.functions_of(eqn):
+        for inner, *_ in jaxmp._src.programs.jaxprs.functions_of(eqn):
             yield from barriers(inner)
 
 

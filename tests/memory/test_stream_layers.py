@@ -92,7 +92,7 @@ def scans(jaxpr):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
             yield eqn
-        for inner, _ in jaxmp._src.programs.jaxprs.functions_of(eqn):
+        for inner, *_ in jaxmp._src.programs.jaxprs.functions_of(eqn):
             yield from scans(inner)
 
 

@@ -403,5 +403,5 @@ def fp8_gemms(jaxpr):
         # A ragged product is one by platform: a kernel, or a product of the same fp8 numbers in bfloat16.
         is_product = eqn.primitive.name in MATMULS | {jaxprs.BY_PLATFORM}
         is_gemm = is_product and all(name.startswith("float8") for name in dtypes)
-        count += 1 if is_gemm else sum(fp8_gemms(inner) for inner, _ in jaxprs.functions_of(eqn))
+        count += 1 if is_gemm else sum(fp8_gemms(inner) for inner, *_ in jaxprs.functions_of(eqn))
     return count

@@ -75,9 +75,12 @@ def find_biases(jaxpr: Any, lists: CastLists, inputs: Sequence[Value] | None = N
         sources = functools.reduce(operator.or_, (v.sources for v in operands), 0)
         results = [Value(sources)] * len(eqn.outvars)
         if not cast_lists.is_linear_algebra(eqn) and (functions := jaxprs.functions_of(eqn)):
-            arguments = _inputs_of_functions(eqn, [Value(v.sources, v.is_input) for v in operands])
-            pairs = zip(functions, arguments, strict=True)
-            inside[i] = tuple(find_biases(function, here, passed) for (function, _), passed in pairs)
+            given, found = [Value(v.sources, v.is_input) for v in operands], []
+            for function in functions:
+                consts, carry, rows = function.parts(function.inputs(given))
+                carry = [v._replace(is_input=False) for v in carry]  # it is computed
+                found.append(find_biases(function.jaxpr, here, [*consts, *carry, *rows]))
+            inside[i] = tuple(found)
             if name in jaxprs.JITS:
                 results = inside[i][0].results
             elif name in jaxprs.CALLS:  # what has its own derivative may have its own dtypes, too
@@ -99,22 +102,6 @@ def find_biases(jaxpr: Any, lists: CastLists, inputs: Sequence[Value] | None = N
         known |= dict(zip(eqn.outvars, results, strict=True))
     results = [_CONSTANT if isinstance(v, core.Literal) else known[v] for v in jaxpr.outvars]
     return Biases(at, groups, frozenset(biased), inside, results)
-
-
-def _inputs_of_functions(eqn: Any, operands: list[Value]) -> list[list[Value]]:
-    """The inputs of each function in an equation; what a loop carries is computed."""
-    name, params = eqn.primitive.name, eqn.params
-    carried = [v._replace(is_input=False) for v in operands]
-    if name == "cond":
-        return [operands[1:]] * len(params["branches"])
-    if name == "while":
-        n = params["cond_nconsts"]
-        m = n + params["body_nconsts"]
-        return [operands[:n] + carried[m:], operands[n:m] + carried[m:]]
-    if name == "scan":
-        n, m = jaxprs.scan_counts(eqn)
-        return [operands[:n] + carried[n : n + m] + operands[n + m :]]
-    return [operands]
 
 
 _CONSTANT = Value(0, is_input=True)

@@ -76,7 +76,7 @@ class Interpreter:
 
     def run(self, function: Any, inputs: Sequence[Value], at: At, uses: Uses | None = None) -> list[Value]:
         """The results of a function, which is a jaxpr and its constants."""
-        jaxpr, consts = function
+        jaxpr, consts = function[:2]
         uses = uses or find_uses(jaxpr, find_biases(jaxpr, at.lists))
         known = dict(zip(jaxpr.constvars, map(values.constant, consts), strict=True))
         known |= dict(zip(jaxpr.invars, inputs, strict=True))
@@ -254,44 +254,44 @@ class Interpreter:
         return jax.checkpoint(run, **{k: eqn.params[k] for k in ("prevent_cse", "policy")})(arrays)
 
     def _cond(self, eqn: Any, functions: Any, operands: list[Value], at: At, uses: Any) -> list[Any]:
-        index, *given = operands
-        branches = [(f, given, at.function(k), u) for k, (f, u) in enumerate(zip(functions, uses, strict=True))]
+        pairs = enumerate(zip(functions, uses, strict=True))
+        branches = [(f, f.inputs(operands), at.function(k), u) for k, (f, u) in pairs]
         shapes = [jax.eval_shape(*self.function(*branch)) for branch in branches]
         dtypes = [choices.join(x.dtype for x in alike) for alike in zip(*shapes, strict=True)]
         runs, (arrays, *_) = zip(*(self.function(*branch, dtypes) for branch in branches), strict=True)
         platforms = eqn.params.get("branches_platforms")
         if platforms is None:
-            return lax.switch(index.array, runs, arrays)
+            return lax.switch(operands[0].array, runs, arrays)
         # `lax.platform_dependent`: a branch need not compile on others than its own
         by_platform = {p: run for run, names in zip(runs, platforms, strict=True) for p in names or ("default",)}
         return lax.platform_dependent(arrays, **by_platform)
 
-    def _carried(self, eqn: Any, operands: list[Value], body: Any, first: int, at: At) -> list[Value]:
+    def _carried(self, eqn: Any, operands: list[Value], body: Any, at: At) -> list[Value]:
         """What a loop carries: in float32 what it adds to in each turn."""
-        carry = loop_sums.carried(operands, body, first)
+        carry = loop_sums.carried(operands, body)
         if self.recorder is not None and any(v.dtype != x.dtype for v, x in zip(carry, operands, strict=True)):
             self.recorder(eqn, [], Choice("loop", "sum over turns"), carry, at)
         return carry
 
     def _while(self, eqn: Any, functions: Any, operands: list[Value], at: At, uses: Any) -> list[Any]:
         (test, body), at = functions, at._replace(in_loop=True)
-        first = eqn.params["cond_nconsts"]
-        second = first + eqn.params["body_nconsts"]
-        carry = self._carried(eqn, operands[second:], body[0], second - first, at)
-        if loop_sums.stops_by_floats(test[0], body[0], first, len(carry)):
+        of_test, _, _ = test.parts(test.inputs(operands))
+        consts, carry, _ = body.parts(body.inputs(operands))
+        carry = self._carried(eqn, carry, body, at)
+        if loop_sums.stops_by_floats(test, body):
             carry = [v.holds(v.array, dtype=FLOAT32) if v.dtype in FLOATS else v for v in carry]
 
         def advance(carry: Any, dtypes: Any = None) -> tuple[Any, ...]:
-            inside = [*map(_again, operands[first:second]), *(result(x) for x in carry)]
+            inside = [*map(_again, consts), *(result(x) for x in carry)]
             return tuple(_arrays(self.run(body, inside, at.function(1), uses[1]), dtypes))
 
         def holds(carry: Any) -> Any:
-            inside = [*map(_again, operands[:first]), *map(result, carry)]
+            inside = [*map(_again, of_test), *map(result, carry)]
             return self.run(test, inside, at.function(0), uses[0])[0].array
 
         dtypes = _settled(carry, advance)
         start = tuple(_arrays(carry, dtypes))
-        if not test[0].outvars[0].aval.ndim:
+        if not test.jaxpr.outvars[0].aval.ndim:
             return list(lax.while_loop(holds, lambda c: advance(c, dtypes), start))
 
         def advance_rows(state: Any) -> Any:
@@ -302,20 +302,20 @@ class Interpreter:
         return list(lax.while_loop(lambda state: jnp.any(state[0]), advance_rows, (holds(start), start))[1])
 
     def _scan(self, eqn: Any, functions: Any, operands: list[Value], at: At, uses: Any) -> list[Any]:
-        params, function = eqn.params, functions[0]
-        n, m = jaxprs.scan_counts(eqn)
-        consts, carry = operands[:n], self._carried(eqn, operands[n : n + m], function[0], n, at)
+        params, (function,) = eqn.params, functions
+        consts, carry, rows = function.parts(operands)
+        carry, m = self._carried(eqn, carry, function, at), function.n_carry
         at = at.function(0)._replace(in_loop=True, times=at.times * params["length"])
-        scanned, entered = _entering(operands[n + m :])
+        scanned, entered = _entering(rows)
         # What every turn reads enters in float32, so its gradient is summed in float32. What the body hands on as it is
         # is read from outside, too.
         consts = list(map(_in_float32, consts))
-        read = {k: _in_float32(carry[k]) for k in loop_sums.passed(function[0], n, m)}
+        read = {k: _in_float32(carry[k]) for k in loop_sums.passed(function)}
 
         def turn(arrays: Any, rows: Any, dtypes: Any = None) -> Any:
             before = [_again(read[k]) if k in read else result(x) for k, x in enumerate(arrays)]
             inside = [*map(_again, consts), *before, *entered(rows)]
-            for v, inner in zip(inside, function[0].invars, strict=True):
+            for v, inner in zip(inside, function.jaxpr.invars, strict=True):
                 v.votes = inner.aval.ndim > 0
             new = _arrays(self.run(function, inside, at, uses[0]), dtypes)
             return tuple(x if k in read else new[k] for k, x in enumerate(arrays)), tuple(new[m:])
@@ -405,7 +405,7 @@ def _settled(carry: list[Value], advance: Callable[[Any], Any]) -> list[Any]:
 
 def _changes(functions: Any, lists: CastLists) -> bool:
     """Whether autocast can change a function in an equation: it has floats, or where autocast is off, a region."""
-    equations = (eqn for jaxpr, _ in functions for eqn in jaxprs.equations(jaxpr))
+    equations = (eqn for f in functions for eqn in jaxprs.equations(f.jaxpr))
     if lists.dtype is None:
         return any(regions.is_marked(eqn) for eqn in equations)
     return any(v.aval.dtype in FLOATS for eqn in equations for v in eqn.invars if hasattr(v.aval, "dtype"))

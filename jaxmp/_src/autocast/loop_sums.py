@@ -24,9 +24,9 @@ _MOVES = cast_lists.MOVES | cast_lists.EACH_ITS_OWN | jaxprs.HANDS_ON | {"conver
 _ARITHMETIC = (cast_lists.FORCE_FP32 | cast_lists.WIDEST) - _MOVES
 
 
-def carried(values: Sequence[Value], body: Any, first: int) -> list[Value]:
-    """What a loop carries, from inputs of `body` from `first` on: in float32 those that are sums."""
-    added = find(body, first, len(values)) if any(v.is_low for v in values) else ()
+def carried(values: Sequence[Value], body: jaxprs.Inner) -> list[Value]:
+    """What a loop carries: in float32 those values that are sums."""
+    added = find(body.jaxpr, body.n_consts, len(values)) if any(v.is_low for v in values) else ()
     found = [v.holds(v.array, const=None, made_of=DATA, summed=None, is_input=False) for v in values]
     for i, v in enumerate(found):
         v.dtype = FLOAT32 if i in added and values[i].is_low else v.dtype
@@ -51,9 +51,10 @@ def find(body: Any, first: int, count: int) -> frozenset[int]:
     return frozenset(sums)
 
 
-def passed(body: Any, first: int, count: int) -> frozenset[int]:
-    """Which of these carried values a body returns as they came: it reads them in each turn, as it reads constants."""
-    return frozenset(i for i, origin in enumerate(_origins(body)[:count]) if origin == first + i)
+def passed(body: jaxprs.Inner) -> frozenset[int]:
+    """Which carried values a body returns as they came: it reads them in each turn, as it reads constants."""
+    results = _origins(body.jaxpr)[: body.n_carry]
+    return frozenset(i for i, origin in enumerate(results) if origin == body.n_consts + i)
 
 
 class _Paths(NamedTuple):
@@ -96,10 +97,9 @@ def _through(eqn: Any, operands: list[_Paths]) -> list[_Paths]:
     """What each result of an equation is made of."""
     name, functions = eqn.primitive.name, jaxprs.functions_of(eqn)
     if name in jaxprs.CALLS or name in ("cond", "shard_map"):
-        given = operands[len(operands) - len(functions[0][0].invars) :]  # a branch does not get the index
-        by_function = [[_after(p, given) for p in _paths(function)] for function, _ in functions]
+        by_function = [[_after(p, f.inputs(operands)) for p in _paths(f.jaxpr)] for f in functions]
         return [_of_any(results) for results in zip(*by_function, strict=True)]
-    inside = [e for function, _ in functions for e in jaxprs.equations(function)]
+    inside = [e for f in functions for e in jaxprs.equations(f.jaxpr)]
     made_of = _of_any(operands)
     if any(map(_is_product, inside or [eqn])):
         made_of = made_of.through_a_product()
@@ -139,13 +139,13 @@ def _origins(jaxpr: Any) -> list[int | None]:
 
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in jaxprs.CALLS - jaxprs.WITH_OWN_DERIVATIVE:
-            inner = _origins(jaxprs.functions_of(eqn)[0][0])
+            inner = _origins(jaxprs.functions_of(eqn)[0].jaxpr)
             pairs = zip(eqn.outvars, inner, strict=True)
             found |= {v: look_up(eqn.invars[i]) for v, i in pairs if i is not None}
     return [look_up(v) for v in jaxpr.outvars]
 
 
-def stops_by_floats(test: Any, body: Any, n_consts: int, n_carry: int) -> bool:
+def stops_by_floats(test: jaxprs.Inner, body: jaxprs.Inner) -> bool:
     """Whether a `while` compares floats to know when to stop: it computes until they converge, so it needs float32.
 
     Bools that the test reads are followed to where the body makes them. (The test of a token is no such comparison.)
@@ -160,15 +160,15 @@ def stops_by_floats(test: Any, body: Any, n_consts: int, n_carry: int) -> bool:
             floats = [v for v in eqn.invars if getattr(v.aval, "dtype", None) in FLOATS]
             if floats and eqn.primitive.name in _COMPARISONS:
                 return True
-            for function, _ in jaxprs.functions_of(eqn) if eqn.primitive.name in jaxprs.CALLS else ():
-                if follow(function, list(filter(_is_bool, function.outvars)), len(function.invars)):
+            for inner in jaxprs.functions_of(eqn) if eqn.primitive.name in jaxprs.CALLS else ():
+                if follow(inner.jaxpr, list(filter(_is_bool, inner.jaxpr.outvars)), inner.n_consts):
                     return True
             wanted |= {v for v in eqn.invars if not isinstance(v, core.Literal) and _is_bool(v)}
         carried = [i for i, v in enumerate(jaxpr.invars[first:]) if v in wanted and i not in seen]
         seen.update(carried)
-        return bool(carried) and follow(body, [body.outvars[i] for i in carried], len(body.invars) - n_carry)
+        return bool(carried) and follow(body.jaxpr, [body.jaxpr.outvars[i] for i in carried], body.n_consts)
 
-    return follow(test, list(test.outvars), n_consts)
+    return follow(test.jaxpr, list(test.jaxpr.outvars), test.n_consts)
 
 
 def _is_bool(v: Any) -> bool:

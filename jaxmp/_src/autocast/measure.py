@@ -23,6 +23,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -32,6 +33,7 @@ from jaxmp._src.autocast import cast_lists, regions
 from jaxmp._src.autocast.cast_lists import FLOAT32
 from jaxmp._src.base import vmap_rules
 from jaxmp._src.programs import jaxprs, module_paths
+from pallas_kernels.by_platform import way_here
 
 _FLOAT32_WIDTH = jnp.finfo(FLOAT32).nmant
 _SAME_SIZE = cast_lists.MOVES | jaxprs.HANDS_ON | {"convert_element_type", "neg", "reduce_precision"}
@@ -89,7 +91,7 @@ class Measurement:
         return [v.low for v in self._run(jaxprs.open_jaxpr(closed), [_value(x) for x in arguments], "")]
 
     def _run(self, function: Any, inputs: Sequence[_Value], stack: str) -> list[_Value]:
-        jaxpr, consts = function
+        jaxpr, consts = function[:2]
         known = dict(zip(jaxpr.constvars, map(_value, consts), strict=True))
         known |= dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -104,11 +106,14 @@ class Measurement:
 
     def _equation(self, eqn: Any, operands: list[_Value], stack: str) -> list[_Value]:
         name, functions = eqn.primitive.name, functions_of(eqn)
-        if name in jaxprs.CALLS | {vmap_rules.NAME, jaxprs.BY_PLATFORM} and functions:
+        if name == jaxprs.BY_PLATFORM:
+            closed = jax.make_jaxpr(way_here(eqn))(*(v.low for v in operands))
+            return self._run(jaxprs.open_jaxpr(closed), operands, stack)
+        if name in jaxprs.CALLS | {vmap_rules.NAME}:
             return self._run(functions[0], operands, stack)
         if name == "cond":
-            index, *given = operands
-            return self._run(functions[min(max(int(index.low), 0), len(functions) - 1)], given, stack)
+            branch = functions[min(max(int(operands[0].low), 0), len(functions) - 1)]
+            return self._run(branch, branch.inputs(operands), stack)
         if name in ("scan", "while") and not (name == "while" and functions[0][0].outvars[0].aval.ndim):
             out = getattr(self, f"_{name}")(eqn, functions, operands, stack)
         else:
@@ -147,13 +152,13 @@ class Measurement:
         self._rows[key] = row._replace(error=max(row.error, error), added=max(row.added, added))
 
     def _scan(self, eqn: Any, functions: Any, operands: list[_Value], stack: str) -> list[_Value]:
-        n, m = jaxprs.scan_counts(eqn)
-        consts, carry, scanned = operands[:n], operands[n : n + m], operands[n + m :]
+        (body,) = functions
+        (consts, carry, scanned), m = body.parts(operands), body.n_carry
         turns = range(eqn.params["length"])
         stacked: list[list[_Value]] = []
         for i in reversed(turns) if eqn.params["reverse"] else turns:
             rows = [v._replace(low=v.low[i], exact=v.exact[i]) for v in scanned]
-            out = self._run(functions[0], [*consts, *carry, *rows], stack)
+            out = self._run(body, [*consts, *carry, *rows], stack)
             carry, _ = out[:m], stacked.append(out[m:])
         if not stacked:
             low = _bind(eqn, [v.low for v in operands])
@@ -163,10 +168,11 @@ class Measurement:
         return [*carry, *(_Value(low, exact, None) for low, exact in whole)]
 
     def _while(self, eqn: Any, functions: Any, operands: list[_Value], stack: str) -> list[_Value]:
-        a, b = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        carry = operands[b:]
-        while bool(self._run(functions[0], [*operands[:a], *carry], stack)[0].low):
-            carry = self._run(functions[1], [*operands[a:b], *carry], stack)
+        test, body = functions
+        of_test, carry, _ = test.parts(test.inputs(operands))
+        consts, _, _ = body.parts(body.inputs(operands))
+        while bool(self._run(test, [*of_test, *carry], stack)[0].low):
+            carry = self._run(body, [*consts, *carry], stack)
         return carry
 
 

@@ -91,7 +91,7 @@ def find_uses(jaxpr: Any, biases: Biases, wide_outputs: Sequence[bool] = ()) -> 
         elif i in biases.inner:
             through = [wide.get(v, False) for v in eqn.outvars] if name in jaxprs.CALLS else ()
             pairs = zip(jaxprs.functions_of(eqn), biases.inner[i], strict=True)
-            inner[i] = tuple(find_uses(function, inside, through) for (function, _), inside in pairs)
+            inner[i] = tuple(find_uses(function.jaxpr, inside, through) for function, inside in pairs)
             for k, atom in enumerate(eqn.invars):
                 uses = inner[i][0]
                 use(atom, *((uses.low_inputs[k], uses.wide_inputs[k]) if name in jaxprs.CALLS else (False, False)))

@@ -132,7 +132,7 @@ def _operation(eqn: Any, operands: list[Value], choice: Any, at: At) -> Operatio
 
 def _has_narrow_product(eqn: Any) -> bool:
     """Whether a function in an equation casts below 16 bits, or has a product of jaxmp.fp8, at any depth."""
-    for inner in jaxprs.equations(jaxprs.functions_of(eqn)[0][0]):
+    for inner in jaxprs.equations(jaxprs.functions_of(eqn)[0].jaxpr):
         dtypes = jaxprs.dtypes_of(inner.outvars)
         narrow = (d for d in dtypes if jnp.issubdtype(d, jnp.floating) and d.itemsize < 2)
         if inner.primitive.name == vmap_rules.NAME or any(narrow):

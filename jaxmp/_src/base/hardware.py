@@ -28,7 +28,9 @@ def on_block_scaled_hardware(in_blocks: Callable[..., Any], otherwise: Callable[
 
 
 def _on_cuda(on_gpu: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: by_platform(otherwise, *args, cuda=lambda _, *args: on_gpu(*args), maps=True)
+    # A jaxpr shows what runs on a GPU; its types are those of `otherwise`, too.
+    ways: dict[str, Any] = {"cuda": lambda f, *args: f(*args), "default": lambda _, *args: otherwise(*args)}
+    return lambda *args: by_platform(on_gpu, *args, maps=True, **ways)
 
 
 def why_not_fp8_gemms() -> str | None:

@@ -175,7 +175,7 @@ def find(h: Array, summed: Sequence[int]) -> FusedCast | None:
         elif name == "convert_element_type" and params["new_dtype"] not in (jnp.float32, h.dtype):
             raise _NotFound
         if name in _CALLS:
-            ((jaxpr, consts),) = jaxprs.functions_of(eqn)
+            ((jaxpr, consts, *_),) = jaxprs.functions_of(eqn)
             outer = dict(zip(jaxpr.invars, eqn.invars, strict=True))
             constants = dict(zip(jaxpr.constvars, consts, strict=True))
             makers = {v: (inner, i) for inner in jaxpr.eqns for i, v in enumerate(inner.outvars)}

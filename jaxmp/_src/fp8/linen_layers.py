@@ -321,8 +321,8 @@ def _marks(jaxpr: Any, *, in_loop: bool) -> Iterator[tuple[str, bool]]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK):
             yield eqn.params["name"].removeprefix(_MARK), in_loop
-        for inner, _ in jaxprs.functions_of(eqn):
-            yield from _marks(inner, in_loop=in_loop or eqn.primitive.name in jaxprs.LOOPS)
+        for inner in jaxprs.functions_of(eqn):
+            yield from _marks(inner.jaxpr, in_loop=in_loop or eqn.primitive.name in jaxprs.LOOPS)
 
 
 def _is_plain(module: Any) -> bool:

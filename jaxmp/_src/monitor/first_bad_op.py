@@ -219,7 +219,7 @@ class _Walker:
 
     def run(self, function: Any, values: list[Any], taints: list[Taint], place: _Place) -> list[Taint]:
         """Runs a function equation by equation; returns the taints of its results."""
-        jaxpr, consts = function
+        jaxpr, consts = function[:2]
         given = zip((*consts, *values), (*[_NONE] * len(consts), *taints), strict=True)
         held: dict[Any, tuple[Any, Taint]] = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
         last = {v: t for t, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not isinstance(v, core.Literal)}
@@ -293,42 +293,40 @@ class _Walker:
         if name == "scan":
             return self.scan(eqn, functions[0], operands, tainted, place.inside(eqn))
         if name == "while":
-            return self.loop(eqn, functions, operands, tainted, place.inside(eqn))
-        which = 0
-        if name == "cond":
-            which, operands, tainted = int(np.clip(operands[0], 0, len(functions) - 1)), operands[1:], tainted[1:]
-        return self.run(functions[which], operands, tainted, place.inside(eqn))
+            return self.loop(functions, operands, tainted, place.inside(eqn))
+        function = functions[int(np.clip(operands[0], 0, len(functions) - 1)) if name == "cond" else 0]
+        return self.run(function, function.inputs(operands), function.inputs(tainted), place.inside(eqn))
 
     def scan(self, eqn: Any, body: Any, operands: list[Any], tainted: list[Taint], place: _Place) -> list[Taint]:
-        n_consts, n_carry = jaxprs.scan_counts(eqn)
-        start, length = n_consts + n_carry, eqn.params["length"]
-        carry, taints = operands[n_consts:start], tainted[n_consts:start]
-        stacked = [_NONE] * (len(eqn.outvars) - n_carry)
-        turn = functools.partial(self.turn, body, jax.jit(jaxprs.jaxpr_as_function(*body)), [])
+        length, n = eqn.params["length"], body.n_carry
+        (consts, carry, scanned), (of_consts, taints, of_scanned) = body.parts(operands), body.parts(tainted)
+        stacked = [_NONE] * (len(eqn.outvars) - n)
+        turn = functools.partial(self.turn, body, jax.jit(jaxprs.jaxpr_as_function(body.jaxpr, body.consts)), [])
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-            values = [*operands[:n_consts], *carry, *(x[i] for x in operands[start:])]
-            given = _of_bad(values, [*tainted[:n_consts], *taints, *tainted[start:]])
+            values = [*consts, *carry, *(x[i] for x in scanned)]
+            given = _of_bad(values, [*of_consts, *taints, *of_scanned])
             results, found = turn(values, given, place._replace(iterations=(*place.iterations, i)))
-            carry, taints = results[:n_carry], found[:n_carry]
-            stacked = [a | b for a, b in zip(stacked, found[n_carry:], strict=True)]
+            carry, taints = results[:n], found[:n]
+            stacked = [a | b for a, b in zip(stacked, found[n:], strict=True)]
         return [*taints, *stacked]
 
-    def loop(self, eqn: Any, functions: Any, operands: list[Any], tainted: list[Taint], place: _Place) -> list[Taint]:
-        first = eqn.params["cond_nconsts"]
-        second = first + eqn.params["body_nconsts"]
-        carry, taints, walks = operands[second:], tainted[second:], []
-        holds, run = (jax.jit(jaxprs.jaxpr_as_function(*function)) for function in functions)
+    def loop(self, functions: Any, operands: list[Any], tainted: list[Taint], place: _Place) -> list[Taint]:
+        (test, body), walks = functions, []
+        of_test, _, _ = test.parts(test.inputs(operands))
+        consts, carry, _ = body.parts(body.inputs(operands))
+        of_consts, taints, _ = body.parts(body.inputs(tainted))
+        holds, run = (jax.jit(jaxprs.jaxpr_as_function(f.jaxpr, f.consts)) for f in functions)
 
         @jax.jit
         def next_carry(going_on: Any, *values: Any) -> list[Any]:
-            return jaxprs.rows_going_on(going_on, run(*values), list(values[second - first :]))
+            return jaxprs.rows_going_on(going_on, run(*values), list(values[body.n_consts :]))
 
         i = 0
-        while np.any(going_on := holds(*operands[:first], *carry)[0]):
-            values, given = [*operands[first:second], *carry], [*tainted[first:second], *taints]
+        while np.any(going_on := holds(*of_test, *carry)[0]):
+            values, given = [*consts, *carry], [*of_consts, *taints]
             compiled = functools.partial(next_carry, going_on)
             at = place._replace(iterations=(*place.iterations, i))
-            carry, taints = self.turn(functions[1], compiled, walks, values, given, at)
+            carry, taints = self.turn(body, compiled, walks, values, given, at)
             i += 1
         return taints
 

@@ -85,11 +85,9 @@ def _zero_outputs(jaxpr: Any, consts: Any, zero_inputs: list[bool]) -> list[bool
 
 
 def _zero_results_of_call(eqn: Any, operands: list[bool]) -> list[bool]:
-    name = eqn.primitive.name
-    if name != "cond" and name not in jaxprs.CALLS:
+    if eqn.primitive.name != "cond" and eqn.primitive.name not in jaxprs.CALLS:
         return [False] * len(eqn.outvars)
-    given = operands[1:] if name == "cond" else operands
-    found = [_zero_outputs(jaxpr, consts, given) for jaxpr, consts in jaxprs.functions_of(eqn)]
+    found = [_zero_outputs(f.jaxpr, f.consts, f.inputs(operands)) for f in jaxprs.functions_of(eqn)]
     return [all(results) for results in zip(*found, strict=True)]  # of a cond: zero in every branch
 
 

@@ -130,14 +130,10 @@ def _joined(operands: list[Degree]) -> Degree:
 
 def _results(eqn: Any, operands: list[Degree]) -> list[Degree]:
     name, count = eqn.primitive.name, len(eqn.outvars)
-    if name in jaxprs.CALLS:
-        ((inner, consts),) = jaxprs.functions_of(eqn)
-        skipped = len(inner.invars) - len(operands)
-        return _degrees(inner, consts, operands) if skipped == 0 else [UNKNOWN] * count
-    if name == "cond":
-        chosen, *given = operands
-        branches = [_degrees(f, consts, given) for f, consts in jaxprs.functions_of(eqn)]
-        return [_chosen(chosen, [branch[i] for branch in branches]) for i in range(count)]
+    if name in jaxprs.CALLS or name == "cond":
+        found = [_degrees(f.jaxpr, f.consts, f.inputs(operands)) for f in jaxprs.functions_of(eqn)]
+        by = operands[0] if name == "cond" else 0.0
+        return [_chosen(by, [results[i] for results in found]) for i in range(count)]
     if name == "optimization_barrier":
         return operands
     return [_result(eqn, name, operands)] * count

@@ -1,14 +1,14 @@
 """Reads and builds jaxprs: names of primitives, the functions inside an equation, equations as functions.
 
 Equations that call, branch or loop hold further jaxprs. `functions_of` returns all of them, whatever name the primitive
-gives to the parameter. Other files take the names of primitives from the tables here.
+gives to the parameter, and which operands they get. Other files take the names of primitives from the tables here.
 """
 
 import contextlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core
@@ -73,21 +73,68 @@ def name_of(eqn: Any) -> str:
     return eqn.primitive.name.removeprefix("vjp_node[").removesuffix("]")
 
 
-def functions_of(eqn: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
-    """The functions inside an equation that calls, branches or loops, each with its constants; else `()`.
+class Inner(NamedTuple):
+    """A function inside an equation, and how the equation calls it.
+
+    The inputs of a loop are constants of all turns, what it carries from turn to turn, and rows of what is scanned; the
+    first results of its body are what it carries.
+
+    Attributes:
+      jaxpr: the function, open.
+      consts: its constants.
+      first: the number of the operand of the equation that is its first input.
+      n_consts: the number of inputs that are equal in all calls.
+      n_carry: the number of inputs that come from the turn before.
+      skipped: the number of operands between its constants and the others.
+    """
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+    first: int = 0
+    n_consts: int = 0
+    n_carry: int = 0
+    skipped: int = 0
+
+    def inputs(self, operands: Sequence[Any]) -> list[Any]:
+        """Those of the operands of the equation that the function gets; of a loop in the first turn, rows whole."""
+        constants = operands[self.first : self.first + self.n_consts]
+        return [*constants, *operands[self.first + self.n_consts + self.skipped :]]
+
+    def parts(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Constants, what is carried, and rows of what is scanned, of inputs of the function."""
+        n, m = self.n_consts, self.n_consts + self.n_carry
+        return list(inputs[:n]), list(inputs[n:m]), list(inputs[m:])
+
+
+def functions_of(eqn: Any) -> tuple[Inner, ...]:
+    """The functions inside an equation that calls, branches or loops; else `()`.
 
     The bodies of reductions, scatters and kernels do not count.
     """
     name, params = name_of(eqn), eqn.params
     if name == "cond":
-        return tuple(open_jaxpr(branch) for branch in params["branches"])
+        return tuple(_inner(branch, first=1, n_consts=len(eqn.invars) - 1) for branch in params["branches"])
     if name == "while":
-        return open_jaxpr(params["cond_jaxpr"]), open_jaxpr(params["body_jaxpr"])
-    if name in CALLS or name in ("scan", "shard_map"):
-        return (open_jaxpr(params[body_name(eqn)]),)
+        a, b = params["cond_nconsts"], params["body_nconsts"]
+        m = len(eqn.invars) - a - b
+        test = _inner(params["cond_jaxpr"], n_consts=a, n_carry=m, skipped=b)
+        return test, _inner(params["body_jaxpr"], first=a, n_consts=b, n_carry=m)
+    if name == "scan":
+        # Shapes tell, because the parameters differ between versions: an array that is scanned over has one more axis.
+        body = _inner(params["jaxpr"])
+        stacked = sum(o.aval.ndim > i.aval.ndim for o, i in zip(eqn.outvars, body.jaxpr.outvars, strict=True))
+        scanned = sum(o.aval.ndim > i.aval.ndim for o, i in zip(eqn.invars, body.jaxpr.invars, strict=True))
+        m = len(eqn.outvars) - stacked
+        return (body._replace(n_consts=len(eqn.invars) - scanned - m, n_carry=m),)
+    if name in CALLS or name == "shard_map":
+        return (_inner(params[body_name(eqn)], n_consts=len(eqn.invars)),)
     if name == BY_PLATFORM:
-        return ((with_operands(params["jaxpr"]), ()),)
+        return (_inner(with_operands(params["jaxpr"]), n_consts=len(eqn.invars)),)
     return ()
+
+
+def _inner(jaxpr: Any, **call: int) -> Inner:
+    return Inner(*open_jaxpr(jaxpr), **call)
 
 
 def with_operands(jaxpr: Any) -> Any:
@@ -154,18 +201,6 @@ def is_highest(precision: Any) -> bool:
 def default_is_highest() -> bool:
     """Whether `jax.default_matmul_precision` asks for the highest one here."""
     return is_highest(jax.config.jax_default_matmul_precision)
-
-
-def scan_counts(eqn: Any) -> tuple[int, int]:
-    """How many inputs of a `scan` every iteration reads whole, and how many values it carries.
-
-    Shapes tell, because the parameters differ between versions: an array that is scanned over has one more axis.
-    """
-    body: Any = open_jaxpr(eqn.params["jaxpr"])[0]
-    stacked = sum(o.aval.ndim > i.aval.ndim for o, i in zip(eqn.outvars, body.outvars, strict=True))
-    scanned = sum(o.aval.ndim > i.aval.ndim for o, i in zip(eqn.invars, body.invars, strict=True))
-    carried = len(eqn.outvars) - stacked
-    return len(eqn.invars) - scanned - carried, carried
 
 
 def rows_going_on(holds: Any, new: list[Any], old: list[Any]) -> list[Any]:
@@ -265,5 +300,5 @@ def flops_of(eqn: Any) -> int:
     inner = functions_of(eqn)
     if inner:
         length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        return length * sum(flops_of(e) for jaxpr, _ in inner for e in jaxpr.eqns)
+        return length * sum(flops_of(e) for f in inner for e in f.jaxpr.eqns)
     return max(sizes, default=0)

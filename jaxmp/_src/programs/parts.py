@@ -51,7 +51,7 @@ _OWN = ("jaxmp.compress_moments", "jaxmp.reduce_gradients")
 
 def values(program: Any, inputs: Sequence[Value], axis: str) -> list[Value]:
     """What each result of a jaxpr is, from what its inputs are; `axis` is the mesh axis that they are cut over."""
-    return _values(*jaxprs.open_jaxpr(program), inputs, axis, is_own=False)
+    return _values(jaxprs.open_jaxpr(program)[0], inputs, axis, is_own=False)
 
 
 def first_other_number(program: Any, other: Any) -> Any:
@@ -79,12 +79,11 @@ def _numbers(jaxpr: Any, consts: Any) -> Iterator[tuple[Any, str, tuple[str | No
         if any(scope in str(eqn.source_info.name_stack) for scope in _OWN):
             continue
         yield eqn, eqn.primitive.name, tuple(written(v) for v in eqn.invars)
-        for inner, inner_consts in jaxprs.functions_of(eqn):
-            yield from _numbers(inner, inner_consts)
+        for function in jaxprs.functions_of(eqn):
+            yield from _numbers(function.jaxpr, function.consts)
 
 
-def _values(jaxpr: Any, consts: Any, inputs: Sequence[Value], axis: str, *, is_own: bool) -> list[Value]:
-    del consts
+def _values(jaxpr: Any, inputs: Sequence[Value], axis: str, *, is_own: bool) -> list[Value]:
     known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def of(v: Any) -> Value:
@@ -100,16 +99,15 @@ def _results(eqn: Any, operands: list[Value], axis: str, is_own: bool) -> list[V
     name, count = eqn.primitive.name, len(eqn.outvars)
     largest = max(operands, key=lambda value: value.kind, default=Value(WHOLE))
     if name in jaxprs.CALLS or name == jaxprs.BY_PLATFORM:
-        ((inner, consts),) = jaxprs.functions_of(eqn)
-        if len(inner.invars) == len(operands):
-            return [
-                value._replace(equation=eqn) if value.kind == LOCAL and value not in operands else value
-                for value in _values(inner, consts, operands, axis, is_own=is_own)
-            ]
+        (inner,) = jaxprs.functions_of(eqn)
+        return [
+            value._replace(equation=eqn) if value.kind == LOCAL and value not in operands else value
+            for value in _values(inner.jaxpr, operands, axis, is_own=is_own)
+        ]
     if name == "cond":
-        chosen, *given = operands
-        branches = [_values(f, consts, given, axis, is_own=is_own) for f, consts in jaxprs.functions_of(eqn)]
-        return [max((chosen, *(b[i] for b in branches)), key=lambda value: value.kind) for i in range(count)]
+        functions = jaxprs.functions_of(eqn)
+        branches = [_values(f.jaxpr, f.inputs(operands), axis, is_own=is_own) for f in functions]
+        return [max((operands[0], *(b[i] for b in branches)), key=lambda value: value.kind) for i in range(count)]
     if name == "optimization_barrier":
         return operands
     if name in _COLLECTIVES and axis in _axes(eqn):

@@ -118,18 +118,18 @@ class _Walk:
                 return self._scan(eqn, operands, stack)
             if name in jaxprs.REMATS:
                 return self._checkpoint(eqn, operands, stack)
-            jaxpr, consts = jaxprs.functions_of(eqn)[0]
-            results, found = self.run(jaxpr, consts, _placed(eqn, "in", operands), stack)
+            (inner,) = jaxprs.functions_of(eqn)
+            results, found = self.run(inner.jaxpr, inner.consts, _placed(eqn, "in", operands), stack)
             return _placed(eqn, "out", results), found
 
     def _checkpoint(self, eqn: Any, operands: list[Any], stack: str) -> tuple[list[Any], dict[str, PyTree]]:
         """`jax.checkpoint`: the same equation with another function in it, which also returns what it collected."""
-        jaxpr, consts = jaxprs.functions_of(eqn)[0]
+        (inner,) = jaxprs.functions_of(eqn)
         treedef: Any = None
 
         def function(*values: Any) -> list[Any]:
             nonlocal treedef
-            results, found = self.run(jaxpr, consts, values, stack)
+            results, found = self.run(inner.jaxpr, inner.consts, values, stack)
             leaves, treedef = jax.tree.flatten(found)
             return [*results, *leaves]
 
@@ -141,19 +141,17 @@ class _Walk:
 
     def _scan(self, eqn: Any, operands: list[Any], stack: str) -> tuple[list[Any], dict[str, PyTree]]:
         """A loop; what its body collects is stacked as its other results are."""
-        params = eqn.params
-        jaxpr, closed = jaxprs.functions_of(eqn)[0]
-        n_consts, n_carry = jaxprs.scan_counts(eqn)
-        first = n_consts + n_carry
+        params, (inner,) = eqn.params, jaxprs.functions_of(eqn)
+        consts, start, scanned = inner.parts(operands)
 
-        def body(carry: Any, scanned: Any) -> Any:
-            results, found = self.run(jaxpr, closed, (*operands[:n_consts], *carry, *scanned), stack)
-            return tuple(results[:n_carry]), (tuple(results[n_carry:]), found)
+        def body(carry: Any, rows: Any) -> Any:
+            results, found = self.run(inner.jaxpr, inner.consts, (*consts, *carry, *rows), stack)
+            return tuple(results[: inner.n_carry]), (tuple(results[inner.n_carry :]), found)
 
         carry, (stacked, found) = lax.scan(
             body,
-            tuple(operands[n_consts:first]),
-            tuple(operands[first:]),
+            tuple(start),
+            tuple(scanned),
             length=params["length"],
             reverse=params["reverse"],
             unroll=params["unroll"],
@@ -169,7 +167,7 @@ def _has_modules(eqn: Any, stack: str) -> bool:
     return any(
         module_paths.chain(str(inner.source_info.name_stack))
         or (inner.primitive.name in _ENTERED and _has_modules(inner, stack))
-        for inner in jaxprs.functions_of(eqn)[0][0].eqns
+        for inner in jaxprs.functions_of(eqn)[0].jaxpr.eqns
     )
 
 
