@@ -58,11 +58,11 @@ def _update(bench: Bench, on_host: bool, name: str) -> Variant:
 
 def _step(bench: Bench, on_host: bool) -> Variant:
     width, layers, rows = (32, 4, 16) if bench.tiny else (4096, 16, 4096)
-    inner = host.stream_updates(optax.adamw(1e-3), window_bytes=2**12 if bench.tiny else 2**28, split_leaves=True)
+    inner = host.stream_updates(optax.adamw(1e-3), window_bytes=2**12 if bench.tiny else 2**28)
     tx = jaxmp.mixed_precision(inner, "fp16", loss_scale=1.0)
     apply = host.stream_layers(lambda w, x: x + jnp.tanh(x @ w))
     before = _in_use()
-    params = jnp.full((layers, width, width), 1e-3, jnp.float16)
+    params = [jnp.full((layers // 4, width, width), 1e-3, jnp.float16)] * 4  # four stacks
     opt_state = tx.init(params)
     if on_host:
         params, opt_state = host.put((host.to_host(params), opt_state))
@@ -70,7 +70,9 @@ def _step(bench: Bench, on_host: bool) -> Variant:
 
     def train_step(state: Any, x: Any) -> Any:
         def loss_fn(params: Any, x: Any) -> Any:
-            return jnp.mean(jnp.square(apply(params, x).astype(jnp.float32)))
+            for stack in params:
+                x = apply(stack, x)
+            return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
         _, grads = jaxmp.value_and_grad(loss_fn)(state[0], x, opt_state=state[1])
         return jaxmp.apply_gradients(tx, grads, state[1], state[0])

@@ -188,10 +188,10 @@ def exact_steps(tx, *, on_host, policy="fp16", **put):
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize(("window_bytes", "split_leaves"), [(1000, False), (100, True)])
-def test_every_bit_is_that_of_the_optimizer_without_offload(window_bytes, split_leaves):
+@pytest.mark.parametrize("window_bytes", [1000, 100])
+def test_every_bit_is_that_of_the_optimizer_without_offload(window_bytes):
     inner, expected = optax.sgd(0.5, momentum=0.5), exact_steps_on_the_device()
-    streamed = offload.stream_updates(inner, window_bytes=window_bytes, split_leaves=split_leaves)
+    streamed = offload.stream_updates(inner, window_bytes=window_bytes)
     tx = jaxmp.mixed_precision(streamed, "fp16", loss_scale=jaxmp.DynamicLossScale(4.0))
     got = exact_steps(tx, on_host=True)
     for (params, opt_state, metrics), (expected_params, expected_state, expected_metrics) in zip(
@@ -270,9 +270,8 @@ def moves(jaxpr, where=()):
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("split_leaves", [False, True])
-def test_each_array_moves_once_in_and_once_out_and_only_if_the_step_is_taken(split_leaves):
-    tx = jaxmp.mixed_precision(offload.stream_updates(adamw(), window_bytes=1000, split_leaves=split_leaves), "fp16")
+def test_each_array_moves_once_in_and_once_out_and_only_if_the_step_is_taken():
+    tx = jaxmp.mixed_precision(offload.stream_updates(adamw(), window_bytes=1000), "fp16")
     params32 = make_params()
     opt_state, params = offload.put(tx.init(params32)), jaxmp.get_policy("fp16").cast_to_param(params32)
     closed = jax.make_jaxpr(functools.partial(jaxmp.apply_gradients, tx))(params, opt_state, params)
@@ -342,24 +341,6 @@ def test_what_needs_all_arrays_has_them_all():
     assert [w.inputs for w in window_shapes(f, xs, window_bytes=1)] == [(0, 1, 2), ()]
     got, _ = windows_lib.run(f, xs, window_bytes=1)
     assert [x.tolist() for x in got] == [[0, 0], [6, 6], [12, 12]]
-
-
-def test_rows_are_cut_only_where_nothing_couples_them():
-    params = jax.random.normal(jax.random.key(0), (6, 4))
-    for inner, is_cut in ((optax.adamw(1e-2), True), (optax.lamb(1e-2), False)):
-        tx = jaxmp.mixed_precision(offload.stream_updates(inner, window_bytes=100, split_leaves=True), "bf16")
-        opt_state, low = offload.put(tx.init(params)), params.astype(jnp.bfloat16)
-        step = functools.partial(jaxmp.apply_gradients, tx)
-        sizes = {size for _, _, size in moves(jax.make_jaxpr(step)(low, opt_state, low).jaxpr)}
-        assert sizes == ({2 * 16} if is_cut else {6 * 16})  # three arrays of 6 rows, 16 bytes each
-        if not is_cut:
-            continue
-        plain = jaxmp.mixed_precision(inner, "bf16")
-        got, expected = (
-            jax.jit(step)(low, opt_state, low),
-            jaxmp.apply_gradients(plain, jax.tree.map(jnp.copy, low), plain.init(params), low),
-        )
-        assert_close(jax.tree.map(np.array, guarded(got[1])), guarded(expected[1]), rtol=1e-5, atol=1e-7)
 
 
 # --- with the rest of optax, flax and jaxmp ---------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def test_only_slices_are_on_the_device(checkpoint_activations, offload_activatio
 @pytest.mark.thorough(0)
 def test_a_whole_step_with_params_gradients_and_state_on_the_host():
     policy = jaxmp.get_policy("fp16")
-    inner = offload.stream_updates(optax.sgd(0.5, momentum=0.5), window_bytes=400, split_leaves=True)
+    inner = offload.stream_updates(optax.sgd(0.5, momentum=0.5), window_bytes=400)
     tx = jaxmp.mixed_precision(inner, policy)
     apply = offload.stream_layers(layer, num_slices=3)
 

@@ -107,7 +107,7 @@ def to_device(tree: PyTree) -> PyTree:
 
 
 def stream_updates(
-    inner: optax.GradientTransformation, *, window_bytes: int = 2**28, split_leaves: bool = False
+    inner: optax.GradientTransformation, *, window_bytes: int = 2**28
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps `inner` so that its update copies state and masters from host memory to the device and back.
 
@@ -121,11 +121,8 @@ def stream_updates(
         brings all of them to the device.
       window_bytes: bytes to copy in for one window, counted in whole arrays, sharded or not. Two windows run at a time,
         each with its inputs and its results: about 4 x `window_bytes` of device memory. Copies are slow if this is
-        below some tens of MiB.
-      split_leaves: whether a leaf larger than a window is cut along its leading axis and streamed piece by piece; the
-        stacked params of `stream_layers` need it. Only for updates that are elementwise (adam, lion, sgd; not lamb,
-        which takes the norm of each leaf), and only under `apply_gradients`. The default is False, because a leading
-        axis that is sharded over a mesh must not be cut: XLA would gather it.
+        below some tens of MiB. A leaf is never cut: one that is larger than a window has its own, so keep the layers of
+        `stream_layers` in several stacks.
 
     Returns:
       A transform with the state of `inner`. Inside `jaxmp.mixed_precision` (or `unscale_and_skip`) it works with
@@ -172,7 +169,7 @@ def stream_updates(
         return jax.tree.unflatten(static.value, leaves), new
 
     made = optimizers.Streaming(plain.init, update_fn)
-    made.plain, made.window_bytes, made.split_leaves = plain, int(window_bytes), split_leaves
+    made.plain, made.window_bytes = plain, int(window_bytes)
     return made
 
 

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.devices import host_memory
 from jaxmp._src.numerics import reductions
-from jaxmp._src.programs import jaxprs, row_loops
+from jaxmp._src.programs import jaxprs
 
 _IN_FLIGHT = 2
 
@@ -48,7 +48,6 @@ def run(
     f: Callable[..., tuple[list[PyTree], PyTree]],
     *args: PyTree,
     window_bytes: int,
-    into: Callable[..., tuple[PyTree, PyTree]] | None = None,
 ) -> tuple[list[PyTree], PyTree]:
     """`f(*args)`, window by window.
 
@@ -57,9 +56,6 @@ def run(
         results. It copies its arguments to the device (`host_memory.to_device`) and its results to their place.
       *args: pytrees of arrays.
       window_bytes: how much is copied in from host memory for one window; a part that needs more has its own window.
-      into: None, or a function of trees like `args` that returns a tree like (parts, rest): the leaves that these
-        replace, each of the same type (for a scalar, any leaf). A part that is too large for a window then goes in
-        pieces of its leading axis, if it is elementwise, sums of it included (`row_loops`).
 
     Returns:
       The result of `f`.
@@ -86,14 +82,11 @@ def run(
     makers = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     results: list[Any] = [None] * len(jaxpr.outvars)
     gone_out: list[list[Any]] = []
-    replaced = None if into is None else jax.tree.leaves(into(*treedef.unflatten(jaxpr.invars)))
     for number, window in enumerate(windows):
         if number >= _IN_FLIGHT and window.inputs:
             wanted = [jaxpr.invars[i] for i in window.inputs]
             waited, _ = lax.optimization_barrier(([held[v] for v in wanted], gone_out[number - _IN_FLIGHT]))
             held |= dict(zip(wanted, waited, strict=True))
-        if replaced is not None and _total(sizes, _to_bits(window.inputs)) > window_bytes:
-            _compute_rows(jaxpr, makers, window, replaced, sizes, held, window_bytes)
         _compute(jaxpr, makers, [jaxpr.outvars[i] for i in window.results], held)
         for i in window.results:
             atom = jaxpr.outvars[i]
@@ -174,10 +167,6 @@ def _dependencies(jaxpr: Any, sizes: list[int]) -> dict[Any, int]:
     return known
 
 
-def _to_bits(numbers: tuple[int, ...]) -> int:
-    return sum(1 << i for i in numbers)
-
-
 def _bits(number: int) -> tuple[int, ...]:
     return tuple(i for i in range(number.bit_length()) if number >> i & 1)
 
@@ -200,31 +189,6 @@ def _compute(jaxpr: Any, makers: dict[Any, int], wanted: list[Any], held: dict[A
     eqns = [jaxpr.eqns[i] for i in sorted(todo)]
     run_eqns, operands, made = jaxprs.as_program(eqns)
     held |= dict(zip(made, run_eqns(*(held[v] for v in operands)), strict=True))
-
-
-def _compute_rows(
-    jaxpr: Any,
-    makers: dict[Any, int],
-    window: Window,
-    replaced: list[Any],
-    sizes: list[int],
-    held: dict[Any, Any],
-    window_bytes: int,
-) -> None:
-    """Puts results of a window that depend on its inputs into `held`, if they can be computed by rows."""
-    needed = _dependencies(jaxpr, [size * (i in window.inputs) for i, size in enumerate(sizes)])
-    chosen = [i for i in window.results if needed.get(jaxpr.outvars[i])]
-    chosen.sort(key=lambda i: jaxpr.outvars[i].aval.shape == ())  # sums last
-    targets = [jaxpr.outvars[i] for i in chosen]
-    into = [replaced[i] for i in chosen if jaxpr.outvars[i].aval.shape != ()]
-    late = {v for v in needed if v not in held}
-    rows = row_loops.find(jaxpr, makers, targets, held, late)
-    if rows is None or len(set(into)) < len(into):
-        return
-    _compute(jaxpr, makers, rows.wide + rows.whole, held)
-    n = targets[0].aval.shape[0]
-    count = row_loops.largest_divisor(n, window_bytes * n // _total(sizes, _to_bits(window.inputs)))
-    held |= dict(zip(targets, row_loops.run(rows, targets, into, held, count), strict=True))
 
 
 def unusable_and_largest(grads: PyTree, inv_scale: Any) -> tuple[Bool[Array, ""], Float[Array, ""]]:

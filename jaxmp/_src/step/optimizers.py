@@ -318,12 +318,11 @@ class Streaming(optax.GradientTransformationExtraArgs):
 
     Attributes:
       plain: the transform itself.
-      window_bytes, split_leaves: see `stream_updates`.
+      window_bytes: see `stream_updates`.
     """
 
     plain: optax.GradientTransformationExtraArgs
     window_bytes: int
-    split_leaves: bool
 
 
 class Streamed(NamedTuple):
@@ -361,8 +360,7 @@ class Streamed(NamedTuple):
 
         def run_once(carry: Any) -> Any:
             _, pairs, state = carry
-            into = (lambda _, state, pairs: (pairs, state)) if self.inner.split_leaves else None
-            new = windows.run(update, grads.scaled, state, pairs, window_bytes=self.inner.window_bytes, into=into)
+            new = windows.run(update, grads.scaled, state, pairs, window_bytes=self.inner.window_bytes)
             return jnp.zeros((), bool), *new
 
         # A loop that runs once or never, instead of `when`: XLA keeps the sharding of a loop's carry and updates it in
