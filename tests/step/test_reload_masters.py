@@ -1,5 +1,6 @@
 """Params that were replaced by hand: their masters follow, and the next step goes on from them."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -50,7 +51,7 @@ def test_a_train_state_trains_on_from_replaced_params(kind, traced):
     loaded = policy.cast_to_param(OTHER)
 
     def replaced(state):
-        return state.replace(params=loaded)
+        return state.reload(loaded)
 
     new = (jax.jit(replaced) if traced else replaced)(state)
     assert_exact(masters(new), jax.tree.map(lambda x: np.asarray(x).astype(F32), loaded))
@@ -67,11 +68,11 @@ def test_what_was_not_changed_keeps_its_master(kind):
     state = stepped(state, 2.0**-11)
     before = masters(state)
     halved = state.params["a"].at[0].multiply(0.5)
-    new = state.replace(params=state.params | {"a": halved})
+    new = state.reload(state.params | {"a": halved})
     expected = np.array(before["a"])
     expected[0] = np.asarray(halved[0]).astype(F32)
     assert_exact(masters(new), before | {"a": expected})
-    same = state.replace(params=jax.tree.map(lambda x: x, state.params), extra=1)
+    same = state.reload(jax.tree.map(lambda x: x, state.params)).replace(extra=1)
     assert all(a is b for a, b in zip(jax.tree.leaves(same.opt_state), jax.tree.leaves(state.opt_state), strict=True))
     assert same.extra == 1
 
@@ -84,7 +85,7 @@ def test_weights_that_are_clipped_between_steps_still_move_by_less_than_their_ro
 
     def step(state, _):
         state = stepped(state, 2.0**-13)
-        return state.replace(params=jax.tree.map(lambda p: jnp.clip(p, -1, 1), state.params)), None
+        return state.reload(jax.tree.map(lambda p: jnp.clip(p, -1, 1), state.params)), None
 
     state, _ = jax.jit(lambda state: jax.lax.scan(step, state, length=64))(state)
     a, norm = START["a"].copy(), START["norm"].copy()
@@ -102,23 +103,31 @@ def test_weights_that_are_clipped_between_steps_still_move_by_less_than_their_ro
 def test_loaded_float32_params_are_cast_and_their_masters_keep_the_full_precision():
     for kind in ("fp16", "bf16"):
         state, policy = start(kind)
-        loaded = state.replace(params=OTHER)
+        loaded = state.reload(OTHER)
         assert_exact(loaded.params, policy.cast_to_param(OTHER))
         assert_moved(masters(loaded), OTHER)
         stepped(loaded, 1.0)
 
 
-def test_params_with_their_state_and_trees_without_arrays_are_taken_as_they_are():
+def test_replace_is_that_of_flax_and_warns_of_params_without_their_masters():
     state, policy = start("bf16")
     loaded = policy.cast_to_param(OTHER)
-    both = state.replace(params=loaded, opt_state=state.opt_state)
-    assert_moved(masters(both)["a"], START["a"])
+    for given in (loaded, OTHER):
+        with pytest.warns(UserWarning, match=r"got params alone.*state\.reload\(params\).*#params-without-masters"):
+            alone = state.replace(params=given)
+        assert alone.params is given and alone.opt_state is state.opt_state
     mesh = jax.make_mesh((1,), ("x",))
-    for other in (NamedSharding(mesh, P()), jax.tree.map(lambda _: NamedSharding(mesh, P()), state.params)):
-        assert state.replace(params=other).opt_state.master_params is state.opt_state.master_params
     shapes = jax.eval_shape(lambda: start("bf16")[0])
-    assert shapes.replace(params=shapes.params).params == shapes.params
-    assert state.replace(params=None, opt_state=()).replace(params=loaded).params is loaded
+    float32 = State.create(apply_fn=None, params=START, tx=optax.sgd(0.1), policy="fp32")
+    with warnings.catch_warnings(action="error"):
+        both = state.replace(params=loaded, opt_state=state.opt_state)
+        assert both.params is loaded and both.opt_state is state.opt_state
+        for other in (NamedSharding(mesh, P()), jax.tree.map(lambda _: NamedSharding(mesh, P()), state.params), None):
+            assert state.replace(params=other).params is other
+        assert shapes.replace(params=shapes.params).params is shapes.params
+        assert float32.replace(params=OTHER).params is OTHER
+        assert state.replace(params=jax.tree.map(lambda x: x, state.params), extra=1).extra == 1
+    assert_exact(float32.reload(OTHER).params, OTHER)
 
 
 @pytest.mark.parametrize("policy", ["16-mixed", "bf16"])
@@ -139,7 +148,7 @@ def test_what_is_no_such_params_is_refused(policy, junk, said):
     tx = jaxmp.mixed_precision(optax.sgd(0.1), policy)
     state = State.create(apply_fn=None, params=START, tx=tx, policy=policy)
     with pytest.raises(ValueError, match=said):
-        state.replace(params=junk)
+        state.reload(junk)
     if policy == "bf16" or "at" not in said:  # masters alone know shapes and dtypes
         with pytest.raises(ValueError, match=said):
             jaxmp.reload_master_params(state.opt_state, junk)
@@ -149,7 +158,7 @@ def test_a_state_without_a_policy_keeps_the_dtypes_of_its_params():
     policy = jaxmp.get_policy("bf16")
     tx = jaxmp.mixed_precision(optax.sgd(0.25), policy)
     state = State.create(apply_fn=None, params=policy.cast_to_param(START), tx=tx)
-    loaded = state.replace(params=OTHER)
+    loaded = state.reload(OTHER)
     assert_exact(loaded.params, policy.cast_to_param(OTHER))
     assert_moved(masters(loaded), OTHER)
 
@@ -162,10 +171,10 @@ def test_weights_without_fp8_scales_get_those_of_the_state():
         apply_fn=model.apply, params=params, tx=jaxmp.mixed_precision(optax.sgd(0.1), "fp8"), policy="fp8"
     )
     plain = jax.tree.map(jnp.zeros_like, jax.jit(model.init)(jax.random.key(0), jnp.ones((16, 16)))["params"])
-    for refused in (lambda: state.replace(params=plain), lambda: jaxmp.reload_master_params(state.opt_state, plain)):
+    for refused in (lambda: state.reload(plain), lambda: jaxmp.reload_master_params(state.opt_state, plain)):
         with pytest.raises(ValueError, match=r"log2_scale is missing.*jaxmp\.fp8\.with_scales"):
             refused()
-    new = state.replace(params=jaxmp.fp8.with_scales(plain, state.params)).params
+    new = state.reload(jaxmp.fp8.with_scales(plain, state.params)).params
     assert jax.tree.structure(new) == jax.tree.structure(params) and not np.any(new["layers_1"]["kernel"])
     with pytest.raises(ValueError, match="layers_2/bias is in fresh only"):
         jaxmp.fp8.with_scales(plain | {"layers_2": {"kernel": plain["layers_2"]["kernel"]}}, state.params)
@@ -179,7 +188,7 @@ def test_masters_stay_where_they_are():
     placed = jax.tree.map(lambda x: jax.device_put(x, cut if x.ndim == 2 else whole), state.opt_state)
     state = state.replace(params=params, opt_state=placed)
     loaded = jax.device_put(policy.cast_to_param(OTHER), whole)
-    for opt_state in (state.replace(params=loaded).opt_state, jaxmp.reload_master_params(placed, loaded)):
+    for opt_state in (state.reload(loaded).opt_state, jaxmp.reload_master_params(placed, loaded)):
         assert optax.tree.get(opt_state, "master_params")["a"].sharding == cut
 
 
@@ -220,7 +229,7 @@ def test_a_layer_named_value_has_params_of_its_own(bits):
     new = {"w": jnp.array([1.0, 2.0]), "value": {"w": jnp.array([16.0, 32.0])}}
     tx = jaxmp.mixed_precision(optax.adam(0.1), "bf16", remainder_bits=bits)
     state = jaxmp.linen.TrainState.create(apply_fn=None, params=zeros, tx=tx, policy="bf16")
-    made = state.replace(params=new)
+    made = state.reload(new)
     assert_exact(jaxmp.get_master_params(made.opt_state, made.params), new)
     cast = jaxmp.get_policy("bf16").cast_to_param(new)
     assert_exact(jaxmp.get_master_params(jaxmp.reload_master_params(state.opt_state, cast), cast), new)

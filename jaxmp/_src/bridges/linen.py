@@ -7,17 +7,20 @@ arguments to the optimizer, and does not change batch_stats and `step` in a skip
 """
 
 import dataclasses
-import warnings
 from typing import Any, Self
 
 import jax
 import jmp
+import numpy as np
 import optax
 from flax import struct
 from flax.training import train_state
 from jaxtyping import Array, Float, PyTree
 
+from jaxmp._src.base import tree_paths
+from jaxmp._src.base.warn import warn
 from jaxmp._src.bridges import named_once
+from jaxmp._src.numerics import casting
 from jaxmp._src.step import (
     argument_kinds,
     policy as policy_lib,
@@ -38,43 +41,16 @@ class _Replaced:
 
 
 def _replace(self: Any, **updates: Any) -> Any:
-    """As flax's. Masters follow `params=` that come without their `opt_state=`.
-
-    A step computes 16-bit params from their masters, so new params alone would be undone by the next step. Where a
-    param changed, its master is made from it; elsewhere it keeps all its bits. So one can train on from loaded weights,
-    clip weights between two steps, and evaluate an average: only the state that this returns has other masters. (It
-    holds new masters, four bytes per parameter, as long as it lives. Where memory is short, or to evaluate in float32,
-    call `state.apply_fn({"params": average}, ...)`.) Params in float32 are cast as the old ones are; their masters have
-    the full precision. A state that got an average and then its old params back has lost the bits of its masters below
-    the rounding of the params: keep the state from before instead. Params in other containers (a FrozenDict) come into
-    those of the old ones.
-
-    Args:
-      **updates: fields of this state. With `params=` and `opt_state=` both are taken as they are, and so is a tree
-        without arrays, such as one of shardings.
-
-    Returns:
-      The new state.
-
-    Raises:
-      ValueError: `params` that do not fit those of this state: another tree, another shape, no floats (named by path);
-        `tx=` alone, of an optimizer with another state.
-    """
+    """As flax's. It warns of params that come without their masters: `reload` makes these, too."""
     if "params" in updates and "opt_state" not in updates:
-        cast = (lambda params: params) if self.policy is None else self.policy.cast_to_param
-        updates["params"], updates["opt_state"] = reload_masters.follow(
-            self.opt_state, updates["params"], self.params, cast
-        )
-    if updates.get("tx", self.tx) is not self.tx and "opt_state" not in updates:
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                wanted = jax.tree.structure(jax.eval_shape(updates["tx"].init, self.params))
-        except Exception:  # params without arrays (shardings), or a `tx` that says itself what it cannot take
-            wanted = jax.tree.structure(self.opt_state)
-        if wanted != jax.tree.structure(self.opt_state):
-            raise ValueError(
-                "tx= must fit opt_state; got another. Pass opt_state=tx.init(jaxmp.get_master_params(state.opt_state, "
-                "state.params))."
+        new, old = jax.tree.leaves(updates["params"]), jax.tree.leaves(self.params)
+        masters = [state.master_params for state in states.with_masters(self.opt_state)]
+        are_arrays = bool(new) and all(isinstance(x, jax.Array | np.ndarray) for x in (*new, *jax.tree.leaves(masters)))
+        if are_arrays and jax.tree.leaves(masters) and any(x is not y for x, y in zip(new, old, strict=False)):
+            warn(
+                "params-without-masters",
+                "params= must come with their masters; got params alone, which the next step computes from the old "
+                "masters. To train on, call state.reload(params). To evaluate, pass opt_state=state.opt_state.",
             )
     return dataclasses.replace(self, **updates)
 
@@ -172,6 +148,35 @@ class TrainState(_Replaced, train_state.TrainState):
         fields["step"] = fields.get("step", self.step + 1)
         old = {name: getattr(self, name) for name in fields}
         return self.replace(params=params, opt_state=opt_state, **states.keep_if_skipped(opt_state, fields, old))
+
+    def reload(self, params: PyTree) -> Self:
+        """This state with other params, from which it trains on: loaded, clipped, averaged. The rest stays.
+
+        Where a param changed, its master is made from it; elsewhere it keeps all its bits. (The new masters are four
+        bytes per parameter, for as long as both states live.)
+
+        Args:
+          params: in float32 (masters then have full precision) or as the policy casts them; other containers (a
+            FrozenDict) become those of the old params.
+
+        Raises:
+          ValueError: params with other leaves, shapes or kinds of numbers than those of this state, named by path.
+
+        Example:
+          >>> import jax.numpy as jnp, jaxmp
+          >>> state = TrainState.create(apply_fn=None, params={"w": jnp.ones(1)}, tx=optax.sgd(0.1), policy="bf16")
+          >>> state.reload({"w": jnp.array([0.3])}).params
+          {'w': Array([0.300781], dtype=bfloat16)}
+        """
+        new, old = (tree_paths.leaves_by_path(tree) for tree in (params, self.params))
+        reload_masters.check_fits(new, old, "reload")
+        whole = jax.tree.unflatten(jax.tree.structure(self.params), [new[path] for path in old])
+        opt_state = self.opt_state
+        if states.with_masters(opt_state):
+            opt_state = reload_masters.reload_master_params(opt_state, whole, before=self.params)
+        cast = whole if self.policy is None else self.policy.cast_to_param(whole)
+        cast = jax.tree.map(lambda x, like: casting.cast_float(x, like.dtype, saturate=True), cast, self.params)
+        return self.replace(params=cast, opt_state=opt_state)
 
     def calibrate(self, fun: Any, *args: Any, **kwargs: Any) -> Self:
         """This state with fp8 scales and amax histories from one batch; see `jaxmp.fp8.calibrate`.
