@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import jax
 
 import jaxmp
-from jaxmp._src.base import next_steps, tables
+from jaxmp._src.base import tables
 from jaxmp._src.fp8 import backends
+from jaxmp._src.step import next_steps
 
 _PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "optax", "jmp")  # that are installed
 

@@ -11,8 +11,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from jaxmp import __main__ as command
-from jaxmp._src.base import next_steps
 from jaxmp._src.fp8 import backends
+from jaxmp._src.step import next_steps
 from pallas_kernels import backend as kernel_backend
 
 FUSED = "fused optimizer update"

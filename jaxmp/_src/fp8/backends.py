@@ -28,12 +28,17 @@ class Row(NamedTuple):
 
 
 # Operations with kernels in `pallas_kernels`: name, conditions, further conditions with several devices
+_OF_TREES, _OF_LAYERS = "xla outside of shard_map", "xla where only some mesh axes are manual, or any is explicit"
 _KERNELS = (
-    ("unscale, norm and finite flag of gradients", "with jaxmp.fused_*, in apply_gradients", ""),
-    ("fused optimizer update", "with jaxmp.fused_*, in apply_gradients", "split params in shard_map(check_vma=False)"),
-    ("cast of params (pallas_kernels.cast_tree)", "", ""),
-    ("fp8 cast, transpose and amax", "sides that are multiples of 64", ""),
-    ("activation and fp8 cast", "sides that are multiples of 64", ""),
+    ("unscale, norm and finite flag of gradients", "with jaxmp.fused_*, in apply_gradients", _OF_TREES),
+    (
+        "fused optimizer update",
+        "with jaxmp.fused_*, in apply_gradients",
+        f"split params in shard_map(check_vma=False); {_OF_TREES}",
+    ),
+    ("cast of params (pallas_kernels.cast_tree)", "", _OF_TREES),
+    ("fp8 cast, transpose and amax", "sides that are multiples of 64", _OF_LAYERS),
+    ("activation and fp8 cast", "sides that are multiples of 64", _OF_LAYERS),
 )
 
 
@@ -63,9 +68,7 @@ def _kernel(operation: str, condition: str, if_several: str) -> Row:
     if why_not:
         return Row(operation, "xla", why_not)
     if jax.device_count() > 1:
-        # Kernels can take split arrays (`pallas_kernels.meshes`); `why_not_here` knows what they cannot take.
-        meshes = "xla where only some mesh axes are manual, or any is explicit"
-        condition = "; ".join(filter(None, (condition, if_several, meshes)))
+        condition = "; ".join(filter(None, (condition, if_several)))
     return Row(operation, "mosaic", condition)
 
 

@@ -1,18 +1,13 @@
-"""Converts a loss scale to and from torch.amp's state dict of Python numbers; sets a scale by hand."""
+"""Converts a loss scale to and from torch.amp's state dict of Python numbers."""
 
-import copy
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
 from jaxmp._src.loss_scale import dynamic
 
 _FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
-_LEAST, _LARGEST = float(jnp.finfo(jnp.float32).smallest_normal), float(jnp.finfo(jnp.float32).max)
 _NEEDED = ("scale", *_FACTORS, "_growth_tracker")
 
 
@@ -49,23 +44,6 @@ def from_state_dict(loss_scale: Any, state_dict: dict[str, Any]) -> dynamic.Dyna
             jnp.asarray(left, jnp.int32),
         ),
     )
-
-
-def at_scale(loss_scale: Any, new_scale: Any) -> Any:
-    """`loss_scale` with a new scale; its rule and its counts stay. A traced scale that is no scale changes nothing."""
-    if jnp.shape(new_scale) != ():
-        raise ValueError(
-            f"a loss scale must be a scalar; got new_scale of shape {jnp.shape(new_scale)}. Pass a number, such as "
-            f"new_scale[0]."
-        )
-    if not isinstance(new_scale, Tracer) and not _LEAST <= float(np.asarray(new_scale)) <= _LARGEST:
-        raise ValueError(
-            f"a loss scale must be positive and finite; got new_scale={new_scale}. Pass a number such as 2.0**16."
-        )
-    new = copy.copy(loss_scale)
-    wanted = jax.lax.convert_element_type(new_scale, jnp.float32)
-    new.loss_scale = jnp.where((wanted > 0) & (wanted < jnp.inf), wanted, loss_scale.loss_scale)
-    return new
 
 
 def _as_dynamic(loss_scale: Any) -> dynamic.DynamicLossScale:

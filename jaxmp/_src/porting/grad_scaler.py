@@ -25,24 +25,7 @@ cases: fp8 scales; and replicated params under `jax.shard_map(check_vma=True)`, 
 devices in the dtype of the params, and a float16 sum can overflow. With a GradScaler, pass such params through
 `jax.lax.pcast(..., to="varying")` first.
 
-Differences from torch.amp.GradScaler:
-
-- `scale` always multiplies in float32. torch keeps the dtype of a float16 loss that has dimensions, and overflows.
-- `unscale` returns float32. torch unscales in the dtype of the gradients and refuses float16.
-- Overflow is detected in the *unscaled* gradients of all devices. So an overflow by the unscaling itself (with a scale
-  below 1, or a scale that has fallen to 0) is also detected. torch checks the scaled gradients of one device.
-- If finite gradients would make a number of an element of a param non-finite (the weight, or its moments), all its
-  numbers keep their old values.
-- The scale exists from the start. torch makes it in the first call of `scale`, and its other methods raise before that.
-  Here they raise only while it is certain that `scale` was not called. Once the scaler was passed to a jitted function,
-  that function may have called it.
-- Gradients without leaves are finite, as on a device that holds no params. torch raises.
-- `update(new_scale)` also takes an int. A number must be positive and finite; backoff_factor must be between 0 and 1,
-  and growth_interval >= 1.
-- Factors multiply in float32. torch multiplies in float64 and rounds. With factors that are not powers of two, the two
-  can differ by one ulp.
-- XLA flushes float32 subnormals to zero on CPU, so 1 / scale is 0 for scales above 2^126. torch keeps subnormals.
-- Errors are ValueErrors and TypeErrors, not AssertionErrors and RuntimeErrors.
+Where it differs from torch.amp.GradScaler: docs/how-to/job/from_torch_amp.md, "Names".
 
 Reference: torch/amp/grad_scaler.py of torch 2.13.
 """
@@ -56,6 +39,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.autocast import cast_lists
@@ -78,6 +62,7 @@ _IN_PLACE = {
 }
 
 _READY, _UNSCALED, _STEPPED = "READY", "UNSCALED", "STEPPED"
+_LEAST, _LARGEST = float(jnp.finfo(jnp.float32).smallest_normal), float(jnp.finfo(jnp.float32).max)  # of a scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,7 +341,16 @@ class GradScaler:
         self._check_scaled("update")
         new = self._at(self._structure.after_update(), {})
         if new_scale is not None:
-            new._loss_scale = torch_state.at_scale(self._loss_scale, new_scale)
+            if jnp.shape(new_scale) != ():
+                raise ValueError(
+                    f"a loss scale must be a scalar; got new_scale of shape {jnp.shape(new_scale)}. Pass a number."
+                )
+            if not isinstance(new_scale, Tracer) and not _LEAST <= float(np.asarray(new_scale)) <= _LARGEST:
+                raise ValueError(
+                    f"a loss scale must be positive and finite; got new_scale={new_scale}. Pass one such as 2.0**16."
+                )
+            wanted, new._loss_scale = jax.lax.convert_element_type(new_scale, jnp.float32), copy.copy(self._loss_scale)
+            new._loss_scale.loss_scale = jnp.where((wanted > 0) & (wanted < jnp.inf), wanted, self.get_scale())
             return new
         if not self._found_inf:
             raise ValueError(

@@ -24,7 +24,6 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.base import tree_paths
-from jaxmp._src.base.progress import Progress
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8 import layers, scale_leaves
 from jaxmp._src.programs import array_functions
@@ -143,10 +142,8 @@ def calibrate(
     # One program, also where the caller is not inside `jax.jit`: the update of the weights, which nobody reads, is not
     # computed, and no operation is compiled alone.
     inputs = array_functions.Inputs(array_functions.flat_leaves(((opt_state, *args), kwargs)))
-    with Progress("calibrate") as line:
-        line.say("one pass over the batch, which is compiled first")
-        amaxes, scales, histories = jax.jit(lambda values: inputs.call(one_pass, values))(inputs.values)
-        _check_finite(amaxes)
+    amaxes, scales, histories = jax.jit(lambda values: inputs.call(one_pass, values))(inputs.values)
+    _check_finite(amaxes)
     params = _selected(args, argnums)
     scales = tree_paths.leaves_by_path(scales)
     new = tree_paths.map_with_path(lambda path, old: scales.get(path, old), params)
