@@ -127,8 +127,7 @@ def test_several_gpus_get_kernels_but_on_some_meshes(machine):
     row = served()[FUSED]
     assert row.backend == "mosaic"
     assert row.reason == (
-        "with jaxmp.fused_*, in apply_gradients; split params in shard_map(check_vma=False); "
-        "xla where only some mesh axes are manual, or any is explicit"
+        "with jaxmp.fused_*, in apply_gradients; split params in shard_map(check_vma=False); xla outside of shard_map"
     )
 
 

@@ -343,7 +343,8 @@ class GradScaler:
         if new_scale is not None:
             if jnp.shape(new_scale) != ():
                 raise ValueError(
-                    f"a loss scale must be a scalar; got new_scale of shape {jnp.shape(new_scale)}. Pass a number."
+                    f"a loss scale must be a scalar; got new_scale of shape {jnp.shape(new_scale)}. Pass "
+                    f"a number, such as new_scale[0]."
                 )
             if not isinstance(new_scale, Tracer) and not _LEAST <= float(np.asarray(new_scale)) <= _LARGEST:
                 raise ValueError(
