@@ -12,7 +12,13 @@ from pallas_kernels.backend import as_varying, varying_axes
 from pallas_kernels.by_platform import by_platform
 
 
-def when(taken: Bool[Array, ""], move: Callable[..., Any], *old: Any, choose: Callable[..., Any] | None = None) -> Any:
+def when(
+    taken: Bool[Array, ""],
+    move: Callable[..., Any],
+    *old: Any,
+    choose: Callable[..., Any] | None = None,
+    branches: bool = True,
+) -> Any:
     """`move(*old)` if `taken`, else `old`: everything that a skipped step must leave as it was.
 
     In a program for a CPU it is a branch: a skip computes and copies nothing, and every loop writes in place. For a GPU
@@ -26,13 +32,14 @@ def when(taken: Bool[Array, ""], move: Callable[..., Any], *old: Any, choose: Ca
         the step is known to be skipped, nobody knows this type, and the float itself comes back.
       choose: `(taken, new, old) -> trees`, for the select, where it can do with fewer reads than one `jnp.where` for
         each array.
+      branches: whether a program for a CPU branches; False: it selects, too.
 
     Returns:
       The trees, in the dtypes of `old`; of one argument the tree itself.
     """
     is_taken = known(taken)
     if is_taken is None:
-        new = _traced(taken, move, old, choose or chosen)
+        new = _traced(taken, move, old, choose or chosen, branches)
     else:
         new = _moved(move, old, old) if is_taken else old
     return new[0] if len(old) == 1 else new
@@ -65,7 +72,9 @@ def _moved(move: Callable[..., Any], given: Sequence[Any], old: Sequence[Any]) -
     return jax.tree.map(typed, (new,) if len(old) == 1 else tuple(new), tuple(old))
 
 
-def _traced(taken: Array, move: Callable[..., Any], old: tuple[Any, ...], choose: Callable[..., Any]) -> Any:
+def _traced(
+    taken: Array, move: Callable[..., Any], old: tuple[Any, ...], choose: Callable[..., Any], branches: bool
+) -> Any:
     types: list[Any] = []  # (type, axes over which it varies in `jax.shard_map`) of each result
 
     def typed(taken: Array, *given: Any) -> Any:
@@ -87,7 +96,8 @@ def _traced(taken: Array, move: Callable[..., Any], old: tuple[Any, ...], choose
     def select(f: Callable[..., Any], taken: Array, *given: Any) -> Any:
         return choose(taken, f(taken, *given), given)
 
-    return by_platform(typed, taken, *old, cpu=branch, default=select, derivative="cpu")
+    on_cpu = branch if branches else select
+    return by_platform(typed, taken, *old, cpu=on_cpu, default=select, derivative="branch", branch=branch)
 
 
 def _typed(x: Any, kind: Any, axes: frozenset[str]) -> Array:

@@ -243,7 +243,7 @@ def test_orbax_goes_on_bit_for_bit(tmp_path):
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("name", [name for name in PARTS if name not in {*ALIKE, *FEWER_PARTS, *OF_A_MESH}])
+@pytest.mark.parametrize("name", [name for name in PARTS if name not in {*ALIKE, *FEWER_PARTS}])
 def test_pmap_replication(name):
     """`flax.jax_utils.replicate` and pmap: the same as on one device, and the same on all."""
     c = case(name)

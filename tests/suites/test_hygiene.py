@@ -111,6 +111,59 @@ def test_donated_state_is_reused(name, how):
     assert bool(jaxmp.all_finite(new))  # what was not computed, too: `jax_debug_nans` looks at all results
 
 
+def copies_on_eight_devices(step, state, grads):
+    """How many arrays of 1 KiB or more a program copies, params and state donated and split over eight devices."""
+    state, grads = fsdp(mesh_of(devices=8), (state, grads))
+    results = jax.tree.map(lambda x: x.sharding, state)
+    compiled = jax.jit(step, donate_argnums=0, out_shardings=results).lower(state, grads).compile()
+    found = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", compiled.as_text())
+    return sum(np.prod([int(n) for n in shape.split(",")]) >= 512 for shape in found)
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+@pytest.mark.parametrize("how", ["apply_gradients", "update"])
+def test_nothing_is_copied_where_devices_share_the_state(name, how):
+    policy, tx, params32 = make_policy(name), make_tx(name), make_params(12)
+    del params32["norm"]
+
+    def step(state, grads):
+        params, opt_state = state
+        if how == "apply_gradients":
+            return jaxmp.apply_gradients(tx, grads, opt_state, params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = policy.cast_to_param(params32)
+    assert copies_on_eight_devices(step, (params, tx.init(params32)), params) == 0
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("how", ["apply_gradients", "update"])
+def test_multi_steps_inside_copies_no_more_than_by_hand(how):
+    inner, policy, params32 = optax.MultiSteps(optax.adamw(1e-2), 4), jaxmp.get_policy("fp16"), make_params(2)
+    tx, params = jaxmp.mixed_precision(inner, policy), policy.cast_to_param(params32)
+
+    def by_hand(state, grads):
+        params, (masters, inner_state) = state
+        grads = jax.tree.map(lambda g: g.astype(F32) / F32(2.0**16), grads)
+        taken = jnp.all(jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]))
+        updates, new_state = inner.update(grads, inner_state, masters)
+        new = optax.apply_updates(masters, updates), new_state
+        masters, inner_state = jax.tree.map(lambda n, o: jnp.where(taken, n, o), new, (masters, inner_state))
+        return jax.tree.map(lambda m, p: m.astype(p.dtype), masters, params), (masters, inner_state)
+
+    def ours(state, grads):
+        params, opt_state = state
+        if how == "apply_gradients":
+            return jaxmp.apply_gradients(tx, grads, opt_state, params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    hand = copies_on_eight_devices(by_hand, (params, (params32, inner.init(params32))), params)
+    assert 0 < copies_on_eight_devices(ours, (params, tx.init(params32)), params) <= hand
+
+
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("from_16_bits", [False, True])
 @pytest.mark.parametrize("name", ["fp16", "bf16", "fp32"])

@@ -177,12 +177,19 @@ class Optax(NamedTuple):
                 found = [select(n, o) if adding else masters.chosen(taken, n, o) for adding, n, o in parts]
                 return found, *jax.tree.map(select, new[1:], old[1:])
 
-        counts, pairs = counts_of_masters(pairs, with_stale=step.adds)
+        counts, whole = counts_of_masters(pairs, with_stale=step.adds)
+        # An update is made from the master: a param beside one does not move here, and is not kept for a skip.
+        is_made = lambda q: q.param is not None and q.master is not None and not masters.is_split(q)  # noqa: E731
+        left_out = [step.adds and is_made(q) for q in whole]
+        pairs = [Pair(None, q.master) if left else q for left, q in zip(left_out, whole, strict=True)]
         old = [-0.0 if adding else pair for adding, pair in zip(adds, pairs, strict=True)]
-        new, state, others = when(step.taken, update, old, state, beside.old, choose=choose)
+        # MultiSteps selects each array itself. XLA for CPU copies what a branch and such a select both write.
+        branches = not tree_paths.nodes_of(state, optax.MultiStepsState)
+        new, state, others = when(step.taken, update, old, state, beside.old, choose=choose, branches=branches)
         like = lambda pair, x: jnp.full_like(pair.master, x, dtype=jnp.float32)  # noqa: E731
         as_pair = lambda x, pair: Pair(None, like(pair, x) if isinstance(x, float) else x)  # noqa: E731
         pairs = [as_pair(x, pair) if adding else x for adding, x, pair in zip(adds, new, pairs, strict=True)]
+        pairs = [Pair(q.param, x.master) if left else x for left, q, x in zip(left_out, whole, pairs, strict=True)]
         return Moved(pairs, state, counts, others)
 
 
