@@ -402,6 +402,6 @@ def fp8_gemms(jaxpr):
         dtypes = [v.aval.dtype.name for v in eqn.invars[:2] if hasattr(v.aval, "dtype")]
         # A ragged product is one by platform: a kernel, or a product of the same fp8 numbers in bfloat16.
         is_product = eqn.primitive.name in MATMULS | {jaxprs.BY_PLATFORM}
-        is_gemm = is_product and all(name.startswith("float8") for name in dtypes)
+        is_gemm = is_product and [name[:6] for name in dtypes] == ["float8"] * 2
         count += 1 if is_gemm else sum(fp8_gemms(inner) for inner, *_ in jaxprs.functions_of(eqn))
     return count
