@@ -21,4 +21,3 @@ from jaxmp._src.checkpoint.save_restore import (
     restore as restore,
     save as save,
 )
-from jaxmp._src.step.reload_masters import reload_master_params as reload_master_params

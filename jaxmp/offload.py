@@ -22,7 +22,6 @@ the state (24 bytes per parameter).
 from jaxmp._src.memory.offload import (
     put as put,
     stream_updates as stream_updates,
-    to_device as to_device,
     to_host as to_host,
 )
 from jaxmp._src.memory.stream_layers import stream_layers as stream_layers

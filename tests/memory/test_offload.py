@@ -241,7 +241,7 @@ def test_in_shard_map_under_jit():
     assert_within_ulps(got[1], expected[1], 4)
     assert types(guarded(got[1])) == types(guarded(offload.put(init)))
     with pytest.raises(ValueError, match="in shard_map, arrays enter or leave|memory_space of all inputs"):
-        jax.shard_map(offload.to_device, mesh=mesh, in_specs=spec, out_specs=spec)(offload.to_host(params))
+        jax.shard_map(host_memory.to_device, mesh=mesh, in_specs=spec, out_specs=spec)(offload.to_host(params))
 
 
 def test_pmap_refuses_host_memory():
@@ -417,7 +417,7 @@ def test_put_is_idempotent_and_works_under_jit():
     small = offload.put(tx.init(params), min_bytes=100)
     assert small.master_params["l0"]["b"].sharding.memory_kind == "device"
     assert small.master_params["l0"]["w"].sharding.memory_kind == "pinned_host"
-    back = offload.to_device(opt_state)
+    back = host_memory.to_device(opt_state)
     assert set(memory_of(back).values()) == {"device"}
     assert_moved(jax.tree.map(np.array, back), jax.tree.map(np.array, opt_state))
 

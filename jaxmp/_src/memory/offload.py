@@ -93,19 +93,6 @@ def to_host(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x if host_memory.is_on_host(x) else host_memory.to_host(jnp.asarray(x)), tree)
 
 
-def to_device(tree: PyTree) -> PyTree:
-    """Moves every array of a tree to device memory; also works inside jit.
-
-    Args:
-      tree: pytree of arrays.
-
-    Example:
-      >>> to_device(to_host({"w": jnp.ones(2)}))["w"].sharding.memory_kind
-      'device'
-    """
-    return host_memory.to_device(tree)
-
-
 def stream_updates(
     inner: optax.GradientTransformation, *, window_bytes: int = 2**28
 ) -> optax.GradientTransformationExtraArgs:
