@@ -162,7 +162,8 @@ def _check_activations(x: PyTree, num_microbatches: int) -> None:
     for path, leaf in tree_paths.leaves_by_path(x).items():
         if host_memory.is_on_host(leaf):
             raise ValueError(
-                f"x must be in device memory; got host memory at {path} of x. Use jax.device_put(x, jax.memory.Space.Device)."
+                f"x must be in device memory; got host memory at {path} of x. Use jax.device_put(x, "
+                f"jax.memory.Space.Device)."
             )
         if num_microbatches > 1 and (jnp.ndim(leaf) == 0 or leaf.shape[0] % num_microbatches):
             raise ValueError(
