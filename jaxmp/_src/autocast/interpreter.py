@@ -76,25 +76,18 @@ class Interpreter:
 
     def run(self, function: Any, inputs: Sequence[Value], at: At, uses: Uses | None = None) -> list[Value]:
         """The results of a function, which is a jaxpr and its constants."""
-        jaxpr, consts = function[:2]
-        uses = uses or find_uses(jaxpr, find_biases(jaxpr, at.lists))
-        known = dict(zip(jaxpr.constvars, map(values.constant, consts), strict=True))
-        known |= dict(zip(jaxpr.invars, inputs, strict=True))
+        uses = uses or find_uses(function[0], find_biases(function[0], at.lists))
 
-        def look_up(atom: Any) -> Value:
-            return values.literal(atom) if isinstance(atom, core.Literal) else known[atom]
-
-        for i, eqn in enumerate(jaxpr.eqns):
+        def equation(i: int, eqn: Any, operands: list[Value]) -> list[Value]:
             stack = str(eqn.source_info.name_stack)
             scope = regions.scope_of(stack)
             here = at._replace(place=(*at.place, i), stack=module_paths.join(at.stack, stack), lists=uses.lists[i])
-            operands = [look_up(v) for v in eqn.invars]
             # Casts, too, have the name of the layer that reads their result, and the line of code it comes from.
             line = source_info_util.user_context(eqn.source_info.traceback)
             with jax.named_scope(scope) if scope else contextlib.nullcontext(), line, eqn.ctx.manager:
-                results = self._equation(i, eqn, operands, here, uses)
-            known.update(zip(eqn.outvars, results, strict=True))
-        return [look_up(v) for v in jaxpr.outvars]
+                return self._equation(i, eqn, operands, here, uses)
+
+        return jaxprs.evaluate(function, inputs, equation, values.constant, values.number)
 
     def _equation(self, i: int, eqn: Any, operands: list[Value], at: At, uses: Uses) -> list[Value]:
         name, group, functions = eqn.primitive.name, uses.groups[i], ()

@@ -91,18 +91,10 @@ class Measurement:
         return [v.low for v in self._run(jaxprs.open_jaxpr(closed), [_value(x) for x in arguments], "")]
 
     def _run(self, function: Any, inputs: Sequence[_Value], stack: str) -> list[_Value]:
-        jaxpr, consts = function[:2]
-        known = dict(zip(jaxpr.constvars, map(_value, consts), strict=True))
-        known |= dict(zip(jaxpr.invars, inputs, strict=True))
+        def equation(_: int, eqn: Any, operands: list[_Value]) -> list[_Value]:
+            return self._equation(eqn, operands, module_paths.join(stack, str(eqn.source_info.name_stack)))
 
-        def look_up(atom: Any) -> _Value:
-            is_number = isinstance(atom, core.Literal)
-            return _value(np.asarray(atom.val, *jaxprs.dtypes_of([atom]))) if is_number else known[atom]
-
-        for eqn in jaxpr.eqns:
-            full = module_paths.join(stack, str(eqn.source_info.name_stack))
-            known.update(zip(eqn.outvars, self._equation(eqn, [look_up(v) for v in eqn.invars], full), strict=True))
-        return [look_up(v) for v in jaxpr.outvars]
+        return jaxprs.evaluate(function, inputs, equation, _constant)
 
     def _equation(self, eqn: Any, operands: list[_Value], stack: str) -> list[_Value]:
         name, functions = eqn.primitive.name, functions_of(eqn)
@@ -180,6 +172,10 @@ def functions_of(eqn: Any) -> Any:
     """`jaxprs.functions_of`, and the function of a call with a rule for vmap."""
     is_call = eqn.primitive.name == vmap_rules.NAME
     return (jaxprs.open_jaxpr(eqn.params["body"]),) if is_call else jaxprs.functions_of(eqn)
+
+
+def _constant(x: Any, aval: Any) -> _Value:
+    return _value(x if hasattr(x, "dtype") else np.asarray(x, getattr(aval, "dtype", None)))
 
 
 def _value(x: Any) -> _Value:

@@ -109,8 +109,9 @@ def held(x: Any, dtype: Any = None, made_of: int = DATA) -> Value:
     return Value(array, dtype, np.ndim(x) > 0, None, True, made_of)
 
 
-def constant(x: Any) -> Value:
+def constant(x: Any, aval: Any = None) -> Value:
     """An array that a function closes over; a scalar is a number, unless it is traced."""
+    del aval
     if not hasattr(x, "dtype"):
         x = np.asarray(x)
     value = held(x)
@@ -120,11 +121,11 @@ def constant(x: Any) -> Value:
     return value
 
 
-def literal(atom: Any) -> Value:
+def number(x: Any, aval: Any) -> Value:
     """A number in a jaxpr; it may be one of Python."""
-    x = np.asarray(atom.val, atom.aval.dtype)[()]
-    is_number = atom.aval.dtype in FLOATS and np.ndim(x) == 0
-    return Value(x, atom.aval.dtype, False, float(x) if is_number else None, True, CONSTANTS)
+    x = np.asarray(x, aval.dtype)[()]
+    is_number = aval.dtype in FLOATS and np.ndim(x) == 0
+    return Value(x, aval.dtype, False, float(x) if is_number else None, True, CONSTANTS)
 
 
 def cast(x: Any, dtype: Any) -> Any:

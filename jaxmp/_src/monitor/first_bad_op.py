@@ -219,27 +219,17 @@ class _Walker:
 
     def run(self, function: Any, values: list[Any], taints: list[Taint], place: _Place) -> list[Taint]:
         """Runs a function equation by equation; returns the taints of its results."""
-        jaxpr, consts = function[:2]
-        given = zip((*consts, *values), (*[_NONE] * len(consts), *taints), strict=True)
-        held: dict[Any, tuple[Any, Taint]] = dict(zip((*jaxpr.constvars, *jaxpr.invars), given, strict=True))
-        last = {v: t for t, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not isinstance(v, core.Literal)}
-        last |= dict.fromkeys((v for v in jaxpr.outvars if not isinstance(v, core.Literal)), len(jaxpr.eqns))
 
-        def read(v: Any) -> tuple[Any, Taint]:
-            aval: Any = v.aval
-            return (jnp.asarray(v.val, aval.dtype), _NONE) if isinstance(v, core.Literal) else held[v]
-
-        for t, eqn in enumerate(jaxpr.eqns):
-            operands, tainted = [read(v)[0] for v in eqn.invars], [read(v)[1] for v in eqn.invars]
+        def equation(_: int, eqn: Any, operands: list[tuple[Any, Taint]]) -> list[tuple[Any, Taint]]:
+            values, taints = [x for x, _ in operands], [taint for _, taint in operands]
             if "donated_invars" in eqn.params:  # a jit inside must not overwrite values that are read again
                 eqn = eqn.replace(params=eqn.params | {"donated_invars": (False,) * len(eqn.invars)})
-            results = jaxprs.run_as_traced(eqn, operands)
-            found = self.taints_of(eqn, operands, tainted, results, place)
-            held |= dict(zip(eqn.outvars, zip(results, found, strict=True), strict=True))
-            for v in (*eqn.invars, *eqn.outvars):
-                if not isinstance(v, core.Literal) and last.get(v, -1) <= t:
-                    held.pop(v, None)
-        return [read(v)[1] for v in jaxpr.outvars]
+            results = jaxprs.run_as_traced(eqn, values)
+            return list(zip(results, self.taints_of(eqn, values, taints, results, place), strict=True))
+
+        constant, number = lambda x, aval: (x, _NONE), lambda x, aval: (jnp.asarray(x, aval.dtype), _NONE)
+        inputs = list(zip(values, taints, strict=True))
+        return [taint for _, taint in jaxprs.evaluate(function, inputs, equation, constant, number, frees=True)]
 
     def taints_of(
         self, eqn: Any, operands: list[Any], tainted: list[Taint], results: list[Any], place: _Place

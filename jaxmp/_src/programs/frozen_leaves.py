@@ -7,14 +7,13 @@ program: through shapes, casts, selections, products with finite values, calls, 
 whose update cannot be followed counts as trained: it then has a master that it does not need.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.extend import core
 from jaxtyping import PyTree
 
 from jaxmp._src.programs import jaxprs
@@ -48,47 +47,45 @@ def frozen_leaves(inner: optax.GradientTransformation, params: PyTree) -> list[b
         program = jax.make_jaxpr(update)(params, state, params)
     except Exception:  # the optimizer raises the same error, with its reason, at the first real update
         return [False] * len(leaves)
-    outputs = _zero_outputs(program.jaxpr, program.consts, [False] * len(program.jaxpr.invars))
-    return outputs if len(outputs) == len(leaves) else [False] * len(leaves)
+    known = [_Known(False, not jnp.issubdtype(x.dtype, jnp.inexact)) for x in program.in_avals]  # pyright: ignore
+    outputs = jaxprs.evaluate(jaxprs.open_jaxpr(program), known, _known_results, _known_constant, _known_number)
+    return [x.is_zero for x in outputs] if len(outputs) == len(leaves) else [False] * len(leaves)
 
 
-def _zero_outputs(jaxpr: Any, consts: Any, zero_inputs: list[bool]) -> list[bool]:
-    """Which outputs of `jaxpr` are always zero, given which inputs are."""
-    zeros = {v for v, is_zero in zip(jaxpr.invars, zero_inputs, strict=True) if is_zero}
-    zeros |= {v for v, c in zip(jaxpr.constvars, consts, strict=False) if _is_zero_constant(c)}
-    finite: set[Any] = set()  # floats that were made from bools and integers
+class _Known(NamedTuple):
+    """What is known of a value; a float that was made from bools and integers is finite."""
 
-    def is_zero(v: Any) -> bool:
-        return _is_zero_constant(v.val) if isinstance(v, core.Literal) else v in zeros
-
-    def is_finite(v: Any) -> bool:
-        if isinstance(v, core.Literal):
-            return bool(np.all(np.isfinite(v.val)))
-        return v in finite or not jnp.issubdtype(v.aval.dtype, jnp.inexact)
-
-    for eqn in jaxpr.eqns:
-        operands = [is_zero(v) for v in eqn.invars]
-        name = eqn.primitive.name
-        if name in _KEEP_ZERO:
-            results = [operands[0]]
-        elif name in _ALL_ZERO:
-            results = [all(operands[_ALL_ZERO[name] :])]
-        elif name == "mul":  # 0 * NaN is NaN
-            a, b = eqn.invars
-            results = [(operands[0] and is_finite(b)) or (operands[1] and is_finite(a))]
-        else:
-            results = _zero_results_of_call(eqn, operands)
-        zeros |= {v for v, r in zip(eqn.outvars, results, strict=False) if r}
-        if name in _MOVES and is_finite(eqn.invars[0]):
-            finite |= set(eqn.outvars)
-    return [is_zero(v) for v in jaxpr.outvars]
+    is_zero: bool
+    is_finite: bool
 
 
-def _zero_results_of_call(eqn: Any, operands: list[bool]) -> list[bool]:
-    if eqn.primitive.name != "cond" and eqn.primitive.name not in jaxprs.CALLS:
-        return [False] * len(eqn.outvars)
-    found = [_zero_outputs(f.jaxpr, f.consts, f.inputs(operands)) for f in jaxprs.functions_of(eqn)]
-    return [all(results) for results in zip(*found, strict=True)]  # of a cond: zero in every branch
+def _known_results(_: int, eqn: Any, operands: list[_Known]) -> list[_Known]:
+    name, zeros = eqn.primitive.name, [False] * len(eqn.outvars)
+    if name in _KEEP_ZERO:
+        zeros = [operands[0].is_zero]
+    elif name in _ALL_ZERO:
+        zeros = [all(x.is_zero for x in operands[_ALL_ZERO[name] :])]
+    elif name == "mul":  # 0 * NaN is NaN
+        a, b = operands
+        zeros = [(a.is_zero and b.is_finite) or (b.is_zero and a.is_finite)]
+    elif name == "cond" or name in jaxprs.CALLS:
+        functions = jaxprs.functions_of(eqn)
+        found = [
+            jaxprs.evaluate(f, f.inputs(operands), _known_results, _known_constant, _known_number) for f in functions
+        ]
+        zeros = [all(x.is_zero for x in results) for results in zip(*found, strict=True)]  # of a cond: in every branch
+    stays = name in _MOVES and operands[0].is_finite
+    pairs = zip(zeros, eqn.outvars, strict=True)
+    return [_Known(zero, stays or not jnp.issubdtype(v.aval.dtype, jnp.inexact)) for zero, v in pairs]
+
+
+def _known_constant(x: Any, aval: Any) -> _Known:
+    return _Known(_is_zero_constant(x), not jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def _known_number(x: Any, aval: Any) -> _Known:
+    del aval
+    return _Known(_is_zero_constant(x), bool(np.all(np.isfinite(x))))
 
 
 def _is_zero_constant(x: Any) -> bool:

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from jaxmp._src.base import compat
 from jaxmp._src.base.by_identity import ByIdentity
@@ -82,7 +81,7 @@ def degrees_while_traced(
                 continue
             operands = [found.get(x)[0] for x in equation.invars]
             has_known = any(found.get(x)[1] for x in equation.invars)
-            degree = _results(equation, operands)[place]
+            degree = _results(0, equation, operands)[place]
             cause = equation if cause is None and degree == NONE and NONE not in operands else cause
         found.set(tracer, (degree, has_known))
         open_.pop()
@@ -92,26 +91,14 @@ def degrees_while_traced(
 
 def degrees_of(function: Callable[..., Any], inputs: Any, others: Any) -> list[Degree]:
     """The degrees of the results of `function(inputs, *others)` in a factor of `inputs`."""
-    jaxpr, consts = jaxprs.open_jaxpr(jax.make_jaxpr(function)(inputs, *others))
+    program = jax.make_jaxpr(function)(inputs, *others)
     given = len(jax.tree.leaves(inputs))
-    return _degrees(jaxpr, consts, [1.0] * given + [0.0] * (len(jaxpr.invars) - given))
+    degrees = [1.0] * given + [0.0] * (len(program.in_avals) - given)
+    return jaxprs.evaluate(jaxprs.open_jaxpr(program), degrees, _results, _of_constant)
 
 
-def _degrees(jaxpr: Any, consts: Any, inputs: Sequence[Degree]) -> list[Degree]:
-    known: dict[Any, Degree] = dict(zip(jaxpr.invars, inputs, strict=True))
-    known |= {v: _of_constant(x) for v, x in zip(jaxpr.constvars, consts, strict=False)}
-
-    def of(v: Any) -> Degree:
-        return _of_constant(v.val) if isinstance(v, core.Literal) else known.get(v, UNKNOWN)
-
-    for eqn in jaxpr.eqns:
-        operands = [of(v) for v in eqn.invars]
-        results = _results(eqn, operands)
-        known |= dict(zip(eqn.outvars, results, strict=True))
-    return [of(v) for v in jaxpr.outvars]
-
-
-def _of_constant(x: Any) -> Degree:
+def _of_constant(x: Any, aval: Any = None) -> Degree:
+    del aval
     try:
         value = np.asarray(x)
         return EVERY if value.size <= 1 and (not value.any() or not np.isfinite(value).all()) else 0.0
@@ -128,10 +115,10 @@ def _joined(operands: list[Degree]) -> Degree:
     return found[0] if all(d == found[0] for d in found) else NONE
 
 
-def _results(eqn: Any, operands: list[Degree]) -> list[Degree]:
+def _results(_: int, eqn: Any, operands: list[Degree]) -> list[Degree]:
     name, count = eqn.primitive.name, len(eqn.outvars)
     if name in jaxprs.CALLS or name == "cond":
-        found = [_degrees(f.jaxpr, f.consts, f.inputs(operands)) for f in jaxprs.functions_of(eqn)]
+        found = [jaxprs.evaluate(f, f.inputs(operands), _results, _of_constant) for f in jaxprs.functions_of(eqn)]
         by = operands[0] if name == "cond" else 0.0
         return [_chosen(by, [results[i] for results in found]) for i in range(count)]
     if name == "optimization_barrier":

@@ -7,7 +7,7 @@ gives to the parameter, and which operands they get. Other files take the names 
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -135,6 +135,46 @@ def functions_of(eqn: Any) -> tuple[Inner, ...]:
 
 def _inner(jaxpr: Any, **call: int) -> Inner:
     return Inner(*open_jaxpr(jaxpr), **call)
+
+
+def evaluate(
+    function: Sequence[Any],
+    inputs: Sequence[Any],
+    equation: Callable[[int, Any, list[Any]], Sequence[Any]],
+    constant: Callable[[Any, Any], Any] = lambda x, aval: x,
+    number: Callable[[Any, Any], Any] | None = None,
+    *,
+    frees: bool = False,
+) -> list[Any]:
+    """The values of a function's results: arrays, or whatever is known of them.
+
+    Args:
+      function: a jaxpr and its constants, such as an `Inner`.
+      inputs: the values of its inputs.
+      equation: `(number, equation, values of its operands) -> values of its results`; it runs it again, looks at it, or
+        computes something else.
+      constant: `(x, type) -> value` of a constant.
+      number: the same of a number in the program, by default as of a constant.
+      frees: whether a value is dropped after its last reader.
+    """
+    jaxpr, consts = function[:2]
+    known = {v: constant(x, v.aval) for v, x in zip(jaxpr.constvars, consts, strict=True)}
+    known |= zip(jaxpr.invars, inputs, strict=True)
+    variables = lambda atoms: [v for v in atoms if not isinstance(v, core.Literal)]  # noqa: E731
+    last: dict[Any, int] = {}  # the last reader of each value
+    if frees:
+        last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in (*eqn.outvars, *variables(eqn.invars))}
+        last |= dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns))
+
+    def value_of(atom: Any) -> Any:
+        return (number or constant)(atom.val, atom.aval) if isinstance(atom, core.Literal) else known[atom]
+
+    for i, eqn in enumerate(jaxpr.eqns):
+        known.update(zip(eqn.outvars, equation(i, eqn, [value_of(v) for v in eqn.invars]), strict=True))
+        for v in (*variables(eqn.invars), *eqn.outvars) if frees else ():
+            if last[v] == i:
+                known.pop(v, None)
+    return [value_of(v) for v in jaxpr.outvars]
 
 
 def with_operands(jaxpr: Any) -> Any:

@@ -51,7 +51,7 @@ _OWN = ("jaxmp.compress_moments", "jaxmp.reduce_gradients")
 
 def values(program: Any, inputs: Sequence[Value], axis: str) -> list[Value]:
     """What each result of a jaxpr is, from what its inputs are; `axis` is the mesh axis that they are cut over."""
-    return _values(jaxprs.open_jaxpr(program)[0], inputs, axis, is_own=False)
+    return _values(jaxprs.open_jaxpr(program), inputs, axis, is_own=False)
 
 
 def first_other_number(program: Any, other: Any) -> Any:
@@ -83,16 +83,12 @@ def _numbers(jaxpr: Any, consts: Any) -> Iterator[tuple[Any, str, tuple[str | No
             yield from _numbers(function.jaxpr, function.consts)
 
 
-def _values(jaxpr: Any, inputs: Sequence[Value], axis: str, *, is_own: bool) -> list[Value]:
-    known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def of(v: Any) -> Value:
-        return Value(WHOLE) if isinstance(v, core.Literal) else known.get(v, Value(WHOLE))
-
-    for eqn in jaxpr.eqns:
+def _values(function: Any, inputs: Sequence[Value], axis: str, *, is_own: bool) -> list[Value]:
+    def results(_: int, eqn: Any, operands: list[Value]) -> list[Value]:
         own = is_own or any(scope in str(eqn.source_info.name_stack) for scope in _OWN)
-        known |= dict(zip(eqn.outvars, _results(eqn, [of(v) for v in eqn.invars], axis, own), strict=True))
-    return [of(v) for v in jaxpr.outvars]
+        return _results(eqn, operands, axis, own)
+
+    return jaxprs.evaluate(function, inputs, results, lambda x, aval: Value(WHOLE))
 
 
 def _results(eqn: Any, operands: list[Value], axis: str, is_own: bool) -> list[Value]:
@@ -102,11 +98,11 @@ def _results(eqn: Any, operands: list[Value], axis: str, is_own: bool) -> list[V
         (inner,) = jaxprs.functions_of(eqn)
         return [
             value._replace(equation=eqn) if value.kind == LOCAL and value not in operands else value
-            for value in _values(inner.jaxpr, operands, axis, is_own=is_own)
+            for value in _values(inner, operands, axis, is_own=is_own)
         ]
     if name == "cond":
         functions = jaxprs.functions_of(eqn)
-        branches = [_values(f.jaxpr, f.inputs(operands), axis, is_own=is_own) for f in functions]
+        branches = [_values(f, f.inputs(operands), axis, is_own=is_own) for f in functions]
         return [max((operands[0], *(b[i] for b in branches)), key=lambda value: value.kind) for i in range(count)]
     if name == "optimization_barrier":
         return operands

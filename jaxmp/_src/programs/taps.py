@@ -68,7 +68,7 @@ def collect(
         def transform(pure: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 traced = array_functions.Traced(pure, args, kwargs, is_input=is_input, context=module_paths.marking())
-                results, found = _Walk(observe).run(traced.jaxpr, traced.consts, traced.values, "")
+                results, found = _Walk(observe).run((traced.jaxpr, traced.consts), traced.values, "")
                 collected.update(found)
                 return traced.unflatten(results)
 
@@ -89,24 +89,21 @@ class _Walk:
     def __init__(self, observe: Observe):
         self.observe = observe
 
-    def run(self, jaxpr: Any, consts: Any, values: Any, base: str) -> tuple[list[Any], dict[str, PyTree]]:
+    def run(self, function: Any, values: Any, base: str) -> tuple[list[Any], dict[str, PyTree]]:
         """Runs a function; returns its outputs, and what was collected. `base` is the name stack around its call."""
-        held = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
         collected: dict[str, PyTree] = {}
-        outputs = _outputs_of_modules(jaxpr, base)
+        outputs = _outputs_of_modules(function[0], base)
 
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, core.Literal) else held[atom]
-
-        for i, eqn in enumerate(jaxpr.eqns):
-            results, found = self._equation(eqn, [read(v) for v in eqn.invars], base)
-            held |= dict(zip(eqn.outvars, results, strict=True))
-            collected |= found
-            for path, var in outputs.get(i, ()):
+        def equation(i: int, eqn: Any, operands: list[Any]) -> list[Any]:
+            results, found = self._equation(eqn, operands, base)
+            collected.update(found)
+            for path, place in outputs.get(i, ()):
                 if path not in found:  # a module called in a loop was observed inside
-                    seen = self.observe(path, held[var])
-                    collected |= {path: seen} if jax.tree.leaves(seen) else {}
-        return [read(v) for v in jaxpr.outvars], collected
+                    seen = self.observe(path, results[place])
+                    collected.update({path: seen} if jax.tree.leaves(seen) else {})
+            return results
+
+        return jaxprs.evaluate(function, values, equation), collected
 
     def _equation(self, eqn: Any, operands: list[Any], base: str) -> tuple[list[Any], dict[str, PyTree]]:
         stack = module_paths.join(base, str(eqn.source_info.name_stack))
@@ -119,7 +116,7 @@ class _Walk:
             if name in jaxprs.REMATS:
                 return self._checkpoint(eqn, operands, stack)
             (inner,) = jaxprs.functions_of(eqn)
-            results, found = self.run(inner.jaxpr, inner.consts, _placed(eqn, "in", operands), stack)
+            results, found = self.run(inner, _placed(eqn, "in", operands), stack)
             return _placed(eqn, "out", results), found
 
     def _checkpoint(self, eqn: Any, operands: list[Any], stack: str) -> tuple[list[Any], dict[str, PyTree]]:
@@ -129,7 +126,7 @@ class _Walk:
 
         def function(*values: Any) -> list[Any]:
             nonlocal treedef
-            results, found = self.run(inner.jaxpr, inner.consts, values, stack)
+            results, found = self.run(inner, values, stack)
             leaves, treedef = jax.tree.flatten(found)
             return [*results, *leaves]
 
@@ -145,7 +142,7 @@ class _Walk:
         consts, start, scanned = inner.parts(operands)
 
         def body(carry: Any, rows: Any) -> Any:
-            results, found = self.run(inner.jaxpr, inner.consts, (*consts, *carry, *rows), stack)
+            results, found = self.run(inner, (*consts, *carry, *rows), stack)
             return tuple(results[: inner.n_carry]), (tuple(results[inner.n_carry :]), found)
 
         carry, (stacked, found) = lax.scan(
@@ -171,8 +168,8 @@ def _has_modules(eqn: Any, stack: str) -> bool:
     )
 
 
-def _outputs_of_modules(jaxpr: Any, base: str) -> dict[int, list[tuple[str, Any]]]:
-    """By equation, the modules whose last operation it is, and the result that each of them returns."""
+def _outputs_of_modules(jaxpr: Any, base: str) -> dict[int, list[tuple[str, int]]]:
+    """By equation, the modules whose last operation it is, and the number of the result that each of them returns."""
     if module_paths.is_backward(base):
         return {}
     outer = module_paths.path_of(base)
@@ -187,13 +184,13 @@ def _outputs_of_modules(jaxpr: Any, base: str) -> dict[int, list[tuple[str, Any]
         for v in eqn.invars:
             if not isinstance(v, core.Literal):
                 used.setdefault(v, set()).add(i)
-    found: dict[int, list[tuple[str, Any]]] = {}
+    found: dict[int, list[tuple[str, int]]] = {}
     for path, members in inside.items():
-        made = [(i, v) for i in sorted(members) for v in jaxpr.eqns[i].outvars]
-        leaving = [(i, v) for i, v in made if _is_float(v.aval) and used.get(v, members) - members]
+        made = [(i, k, v) for i in sorted(members) for k, v in enumerate(jaxpr.eqns[i].outvars)]
+        leaving = [(i, k) for i, k, v in made if _is_float(v.aval) and used.get(v, members) - members]
         if leaving:
-            i, var = leaving[-1]
-            found.setdefault(i, []).append((path, var))
+            i, place = leaving[-1]
+            found.setdefault(i, []).append((path, place))
     # Of modules that end at the same equation, the innermost comes first.
     return {i: sorted(done, key=lambda entry: -entry[0].count("/")) for i, done in found.items()}
 

@@ -138,20 +138,13 @@ def _inlined(closed: Any, values: Any) -> list[Any]:
 
     Functions over whole trees are often jitted (`optax.tree.bias_correction`), and a call needs all its operands.
     """
-    jaxpr, consts = jaxprs.open_jaxpr(closed)
-    held = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, values, strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else held[atom]
-
-    for eqn in jaxpr.eqns:
-        operands = [read(v) for v in eqn.invars]
+    def results(_: int, eqn: Any, operands: list[Any]) -> list[Any]:
         if eqn.primitive.name in jaxprs.JITS:  # other calls have rules for derivatives, which writing out would lose
-            results = _inlined(eqn.params[jaxprs.body_name(eqn)], operands)
-        else:
-            results = jaxprs.run_as_traced(eqn, operands)
-        held |= dict(zip(eqn.outvars, results, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+            return _inlined(eqn.params[jaxprs.body_name(eqn)], operands)
+        return jaxprs.run_as_traced(eqn, operands)
+
+    return jaxprs.evaluate(jaxprs.open_jaxpr(closed), values, results)
 
 
 def _dependencies(jaxpr: Any, sizes: list[int]) -> dict[Any, int]:
