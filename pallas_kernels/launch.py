@@ -59,7 +59,10 @@ def regions(bucket: Sequence[Leaf], levels: Sequence[Level]) -> Iterator[Region]
     for (arrays, outs, _, group), members in kinds.items():
         done = dict.fromkeys(members, 0)
         narrowest = min(jnp.dtype(d).itemsize for d in (*(x[0] for x in arrays if x is not None), *outs))
-        for level in map(functools.partial(_widened, narrowest), levels) if group == 1 else _levels_of_groups(group):
+        # With 8 bytes of the narrowest array for each thread, if the blocks have so many.
+        wide = [level._replace(vector=max(level.vector, WIDTH // narrowest)) for level in levels]
+        wide = [old if new.size % (groups.THREADS * new.vector) else new for old, new in zip(levels, wide, strict=True)]
+        for level in wide if group == 1 else _levels_of_groups(group):
             block = level.pieces * level.size
             here, firsts, offsets = [], [0], []
             for i in members:
@@ -72,12 +75,6 @@ def regions(bucket: Sequence[Leaf], levels: Sequence[Level]) -> Iterator[Region]
             if here:
                 yield Region(start, level, tuple(here), tuple(firsts), tuple(offsets), group)
                 start += firsts[-1]
-
-
-def _widened(narrowest: int, level: Level) -> Level:
-    """`level` with 8 bytes of the narrowest array for each thread, if the blocks have so many."""
-    vector = max(level.vector, WIDTH // narrowest)
-    return level if level.size % (groups.THREADS * vector) else level._replace(vector=vector)
 
 
 def _levels_of_groups(group: int) -> tuple[Level, ...]:

@@ -169,7 +169,12 @@ def apply(
         return Result([found[i] for i in range(len(leaves))], tuple(sums))
     flag = jnp.ones((), jnp.float32) if when is None else when.astype(jnp.float32)
     packed = jnp.stack([flag, *(jnp.asarray(s, jnp.float32) for s in scalars)])
-    flat = [_flattened(leaf) for leaf in leaves]
+    flat = [
+        leaf._replace(
+            **{part: tuple(x.reshape(-1) for x in getattr(leaf, part)) for part in ("reads", "states", "writes")}
+        )
+        for leaf in leaves
+    ]
     members = buckets([signature_of(leaf) for leaf in flat], MOST)
     regions = [tuple(launch.regions([flat[i] for i in bucket], levels)) for bucket in members]
     ends = np.cumsum([0, *(launch.n_blocks(r) for r in regions)])
@@ -188,7 +193,9 @@ def apply(
             interpret=interpret,
         )
         for i, new in zip(bucket, results, strict=True):
-            moved[i] = _shaped(leaves[i], new)
+            shapes = [x.shape for x in (*leaves[i].states, *leaves[i].writes)]
+            shapes += [shape_of(leaves[i])] * len(leaves[i].outs)
+            moved[i] = tuple(x.reshape(shape) for x, shape in zip(new, shapes, strict=True))
     totals = jnp.sum(partial.reshape(n_sums, -1), axis=1) if n_sums else ()
     return Result(moved, tuple(totals))
 
@@ -206,13 +213,3 @@ def _vector(values: Sequence[Any], dtype: Any) -> Array:
     if not any(isinstance(x, Tracer) for x in values):
         return jnp.asarray(np.asarray(values, dtype))
     return jnp.stack([jnp.asarray(x, dtype) for x in values])
-
-
-def _flattened(leaf: Leaf) -> Leaf:
-    reads, states, writes = (tuple(x.reshape(-1) for x in part) for part in (leaf.reads, leaf.states, leaf.writes))
-    return leaf._replace(reads=reads, states=states, writes=writes)
-
-
-def _shaped(leaf: Leaf, new: Sequence[Array]) -> tuple[Array, ...]:
-    shapes = [x.shape for x in (*leaf.states, *leaf.writes)] + [shape_of(leaf)] * len(leaf.outs)
-    return tuple(x.reshape(shape) for x, shape in zip(new, shapes, strict=True))

@@ -145,13 +145,20 @@ def _on_device(plan: Pass, *args: Array, interpret: Any) -> list[Array]:
 def _kernel(plan: Pass, *args: Array, interpret: Any) -> list[Array]:
     on_device = functools.partial(_on_device, plan, interpret=interpret)
     if interpret or jax.sharding.get_abstract_mesh().manual_axes:
-        return _varying(on_device(*args), args)
+        axes = backends.varying_axes_of(args)
+        return [backends.as_varying(x, axes) for x in on_device(*args)]
     ndim = args[0].ndim
+    # The rule for Shardy, like an einsum: "d0 d1, -> d0 d1, d1 d0, " for a matrix and its scale.
+    same, row, column = (
+        " ".join(f"d{i}" for i in axes) for axes in (range(ndim), range(plan.rows), range(plan.rows, ndim))
+    )
+    operands = [same] * plan.inputs + [column] * plan.vectors + [""]
+    rule = f"{', '.join(operands)} -> {', '.join([same, f'{column} {row}', '', *[column] * plan.sums])}"
     split = custom_partitioning(lambda *args: on_device(*args))
     split.def_partition(
         partition=functools.partial(_partition, plan, on_device),
         infer_sharding_from_operands=lambda mesh, operands, results: _results(plan, operands[0].sharding, ndim),
-        sharding_rule=_sharding_rule(plan, ndim),
+        sharding_rule=rule,
     )
     return split(*args)
 
@@ -187,18 +194,3 @@ def _names(spec: Sequence[Any]) -> tuple[str, ...]:
     """The mesh axes that split a tensor."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
     return tuple(name for entry in entries for name in entry)
-
-
-def _sharding_rule(plan: Pass, ndim: int) -> str:
-    """The rule for Shardy, like an einsum: "i j, -> i j, j i, " for a matrix and its scale."""
-    axes = [f"d{i}" for i in range(ndim)]
-    same, turned = " ".join(axes), " ".join(axes[plan.rows :] + axes[: plan.rows])
-    column = " ".join(axes[plan.rows :])
-    outs = [same, turned, "", *[column] * plan.sums]
-    return f"{', '.join([same] * plan.inputs + [column] * plan.vectors + [''])} -> {', '.join(outs)}"
-
-
-def _varying(outs: list[Array], args: Sequence[Array]) -> list[Array]:
-    """`outs`, typed as varying over every manual axis that an argument varies over."""
-    axes = frozenset().union(*(backends.varying_axes(x) for x in args))
-    return [backends.as_varying(x, axes) for x in outs]

@@ -96,8 +96,9 @@ def _traced(
     def select(f: Callable[..., Any], taken: Array, *given: Any) -> Any:
         return choose(taken, f(taken, *given), given)
 
-    on_cpu = branch if branches else select
-    return by_platform(typed, taken, *old, cpu=on_cpu, default=select, derivative="branch", branch=branch)
+    name = "cpu" if branches else "branch"
+    ways: dict[str, Any] = {name: branch, "default": select}
+    return by_platform(typed, taken, *old, derivative=name, **ways)
 
 
 def _typed(x: Any, kind: Any, axes: frozenset[str]) -> Array:

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmp
 from helpers import assert_close, assert_exact, assert_moved
 from jaxmp._src.devices import collectives
-from jaxmp._src.distributed.reduce import predivide_factor
+from jaxmp._src.distributed.reduce import predivide_or_rule
 from regimes import AXIS, mesh_of
 
 DEVICES = 4
@@ -268,11 +268,11 @@ def test_predivide_saves_small_values_too():
 
 
 @pytest.mark.parametrize(("devices", "factor"), [(1, 1.0), (2, 2.0), (4, 2.0), (8, 4.0)])
-def test_predivide_factor_is_the_rule_of_fsdp(devices, factor):
+def test_the_divisor_before_a_16_bit_sum_is_that_of_fsdp(devices, factor):
     seen = []
 
     def f(x):
-        seen.append(predivide_factor((AXIS,)))
+        seen.append(predivide_or_rule(None, jnp.float16, (AXIS,)))
         return x
 
     jax.shard_map(f, mesh=mesh_of(devices=devices), in_specs=P(AXIS), out_specs=P(AXIS))(jnp.ones(devices))

@@ -47,7 +47,13 @@ def to_host(x: Array) -> Array:
     """`x` in pinned host memory, with the same sharding."""
     if isinstance(x, Tracer):
         return _put(x, jax.memory.Space.Host)
-    _check_devices(x)
+    for device in x.sharding.device_set:
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if _HOST_KIND not in kinds and device.process_index == jax.process_index():
+            raise ValueError(
+                f"offloading needs memory of kind {_HOST_KIND!r}; {device} has "
+                f"{', '.join(map(repr, kinds)) or 'none'}. Keep the state on this device."
+            )
     return jax.device_put(x, x.sharding.with_memory_kind(_HOST_KIND))
 
 
@@ -72,13 +78,3 @@ def _put(x: Array, space: Any) -> Array:
             f"in shard_map, arrays enter or leave host memory only under jit; got {jax.typeof(x)}. Write "
             f"jax.jit(jax.shard_map(...))."
         ) from e
-
-
-def _check_devices(x: Array) -> None:
-    for device in x.sharding.device_set:
-        kinds = [memory.kind for memory in device.addressable_memories()]
-        if _HOST_KIND not in kinds and device.process_index == jax.process_index():
-            raise ValueError(
-                f"offloading needs memory of kind {_HOST_KIND!r}; {device} has "
-                f"{', '.join(map(repr, kinds)) or 'none'}. Keep the state on this device."
-            )

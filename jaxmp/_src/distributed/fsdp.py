@@ -105,12 +105,15 @@ def gather(
             x = x.astype(dtype)
         if cut.dim is None:
             return x
-        if manual:
-            forward, backward = _collectives(x, layout, cut, reduce_dtype, predivide)
+        dim, own_dtype = cut.dim, x.dtype
+        if manual:  # all-gather; reduce-scatter of the mean
+            forward = lambda x: collectives.gather_over(x, layout.axis_name, dim)  # noqa: E731
+            backward = lambda g: _mean_part(g, layout, dim, reduce_dtype, predivide).astype(own_dtype)  # noqa: E731
         else:
             forward, backward = _constraints(layout, cut)
-        gathered = _with_gradient(x, forward, backward)
-        return checkpoint_name(param_layout.trimmed(gathered, cut), GATHERED)
+        gathered = jax.custom_vjp(forward)
+        gathered.defvjp(lambda x: (forward(x), None), lambda _, g: (backward(g),))
+        return checkpoint_name(param_layout.trimmed((gathered if casting.is_float(x) else forward)(x), cut), GATHERED)
 
     with jax.named_scope("jaxmp.gather_params"):
         gathered = param_layout.map_leaves(whole, params, layout)
@@ -169,7 +172,12 @@ def reduce_gradients(
             factor = predivide_or_rule(predivide, dtype or g.dtype, (layout.axis_name,))
             return collectives.mean_over(g, (layout.axis_name,), dtype=dtype, predivide=factor)
         if g.shape[cut.dim] == cut.padded // devices:
-            _check_not_averaged(path, g, layout)
+            axis = layout.axis_name
+            if compat.is_tracked(axis) and axis not in compat.varying_axes(g):
+                raise ValueError(
+                    f"gradients cut over {axis!r} must not be averaged over it; got {path} averaged. Remove "
+                    f"jax.lax.pmean."
+                )
             return g.astype(dtype or g.dtype)
         param_layout.check_length(path, g, cut, cut.size, "a whole")
         return _mean_part(param_layout.padded(g, cut), layout, cut.dim, dtype, predivide)
@@ -211,35 +219,6 @@ def _check_whole(path: str, g: Array, layout: Layout, cut: Cut) -> None:
         raise ValueError(
             f"an uncut leaf must have shape {expected}; got {g.shape} at {path}. Use one layout everywhere."
         )
-
-
-def _check_not_averaged(path: str, g: Array, layout: Layout) -> None:
-    """Raises a ValueError if `g` was averaged over devices; only where jax tracks over which axes values vary."""
-    axis = layout.axis_name
-    if compat.is_tracked(axis) and axis not in compat.varying_axes(g):
-        raise ValueError(
-            f"gradients cut over {axis!r} must not be averaged over it; got {path} averaged. Remove jax.lax.pmean."
-        )
-
-
-def _with_gradient(x: Array, forward: Any, backward: Any) -> Array:
-    """`forward` of `x`, with `backward` as its gradient."""
-    if not casting.is_float(x):
-        return forward(x)
-    gathered = jax.custom_vjp(forward)
-    gathered.defvjp(lambda x: (forward(x), None), lambda _, g: (backward(g),))
-    return gathered(x)
-
-
-def _collectives(x: Array, layout: Layout, cut: Cut, reduce_dtype: Any, predivide: float | None) -> tuple[Any, Any]:
-    """(all-gather, reduce-scatter of the mean), for shard_map."""
-    dtype, dim = x.dtype, cut.dim
-    assert dim is not None
-
-    def backward(g: Array) -> Array:
-        return _mean_part(g, layout, dim, reduce_dtype, predivide).astype(dtype)
-
-    return lambda x: collectives.gather_over(x, layout.axis_name, dim), backward
 
 
 def _constraints(layout: Layout, cut: Cut) -> tuple[Any, Any]:

@@ -73,21 +73,20 @@ def reduce_gradients(
     return optax.GradientTransformation(lambda params: ReducedState(), update_fn)
 
 
-def predivide_factor(axes: tuple[str, ...]) -> float:
-    """The divisor of FSDP before a sum over `axes`: a power of two near the square root of the device count."""
-    devices = math.prod(map(lax.axis_size, axes))
-    factor = 1
-    while devices % factor == 0 and devices / factor > factor:
-        factor *= 2
-    return float(factor)
-
-
 def predivide_or_rule(predivide: float | None, dtype: Any, axes: tuple[str, ...]) -> float:
-    """`predivide`; if it is None, 1 for sums in float32 and FSDP's rule in 16 bits (or for `dtype=None`)."""
+    """`predivide`; if it is None, 1 for sums in float32, and in 16 bits (or for `dtype=None`) the rule of FSDP:
+
+    a power of two near the square root of the number of devices.
+    """
     if predivide is not None:
         return predivide
     in_float32 = dtype is not None and jnp.dtype(dtype).itemsize >= 4
-    return 1.0 if in_float32 else predivide_factor(axes)
+    if in_float32:
+        return 1.0
+    devices, factor = math.prod(map(lax.axis_size, axes)), 1
+    while devices % factor == 0 and devices / factor > factor:
+        factor *= 2
+    return float(factor)
 
 
 def check_branches(optimizer_state: Any) -> None:

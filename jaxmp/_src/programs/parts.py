@@ -106,13 +106,18 @@ def _results(eqn: Any, operands: list[Value], axis: str, is_own: bool) -> list[V
         return [max((operands[0], *(b[i] for b in branches)), key=lambda value: value.kind) for i in range(count)]
     if name == "optimization_barrier":
         return operands
-    if name in _COLLECTIVES and axis in _axes(eqn):
-        return [Value(WHOLE)] * count
+    if name in _COLLECTIVES:
+        names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        if axis in (names if isinstance(names, tuple | list) else (names,)):
+            return [Value(WHOLE)] * count
     if name == "reshape":
         is_split = eqn.outvars[0].aval.ndim > eqn.invars[0].aval.ndim
         return [largest._replace(dim=_dim_after(eqn, operands), is_grouped=is_split or largest.is_grouped)]
     if name in _LOOKS_AT_ALL and largest.kind == PART and not is_own:
-        if not _is_of_groups(eqn, operands) and not _leaves_the_cut_alone(eqn, operands):
+        axes, dim = tuple(eqn.params.get("axes", ())), operands[0].dim
+        is_of_groups = operands[0].is_grouped and axes == (eqn.invars[0].aval.ndim - 1,)
+        leaves_the_cut = name.startswith("reduce_") and len(operands) == 1 and dim is not None and dim not in axes
+        if not is_of_groups and not leaves_the_cut:
             return [Value(LOCAL, cause=f"a {name} over a part", equation=eqn)] * count
     if name == "random_bits" and largest.kind == WHOLE:
         return [Value(WHOLE, is_random=v.aval.size > 1) for v in eqn.outvars]
@@ -121,17 +126,6 @@ def _results(eqn: Any, operands: list[Value], axis: str, is_own: bool) -> list[V
             return [Value(LOCAL, cause="random numbers that are the same for every part", equation=eqn)] * count
         largest = largest._replace(is_random=True)
     return [largest._replace(dim=_dim_after(eqn, operands)) if largest.kind == PART else largest] * count
-
-
-def _is_of_groups(eqn: Any, operands: list[Value]) -> bool:
-    last = eqn.invars[0].aval.ndim - 1
-    return operands[0].is_grouped and tuple(eqn.params.get("axes", ())) == (last,)
-
-
-def _leaves_the_cut_alone(eqn: Any, operands: list[Value]) -> bool:
-    """Whether a reduction is over other axes than the one that is cut."""
-    is_reduction = eqn.primitive.name.startswith("reduce_") and len(operands) == 1
-    return is_reduction and operands[0].dim is not None and operands[0].dim not in eqn.params["axes"]
 
 
 def _dim_after(eqn: Any, operands: list[Value]) -> int | None:
@@ -156,8 +150,3 @@ def _dim_after(eqn: Any, operands: list[Value]) -> int | None:
             place = sum(n != 1 for n in before[:dim])
             return [i for i, n in enumerate(shape) if n != 1][place]
     return None
-
-
-def _axes(eqn: Any) -> tuple[Any, ...]:
-    names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return tuple(names) if isinstance(names, tuple | list) else (names,)
