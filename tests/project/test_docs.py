@@ -96,12 +96,12 @@ def test_the_reference_lists_every_public_name_once():
         assert module == "jaxmp" or any(name.startswith(module + ".") for name in PUBLIC)
 
 
-MOST_NAMES = 130
+MOST_NAMES = 120  # beside those of pallas_kernels
 
 
 def test_public_names_are_few_enough_to_read():
     """A new name needs a reason that none of these has; a class that only comes out of a function is none."""
-    assert len(PUBLIC) <= MOST_NAMES
+    assert sum(name.startswith("jaxmp.") for name in PUBLIC) <= MOST_NAMES
 
 
 def test_what_functions_return_is_documented_with_them():
