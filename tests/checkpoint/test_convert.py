@@ -13,9 +13,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmp
 from fp8_model import model_params
 from helpers import assert_exact, assert_moved, assert_within_ulps
+from jaxmp import reload_master_params
 from jaxmp._src.base import tree_paths
 from jaxmp._src.step import state as states
-from jaxmp.checkpoint import convert, reload_master_params
+from jaxmp.checkpoint import convert
 
 INNER = optax.adamw(1e-2, eps=1e-3)
 RECIPE = jaxmp.fp8.DelayedScaling(amax_history_len=4)
