@@ -74,10 +74,7 @@ def reduce_gradients(
 
 
 def predivide_or_rule(predivide: float | None, dtype: Any, axes: tuple[str, ...]) -> float:
-    """`predivide`; if it is None, 1 for sums in float32, and in 16 bits (or for `dtype=None`) the rule of FSDP:
-
-    a power of two near the square root of the number of devices.
-    """
+    """`predivide`; None: 1 in float32, else FSDP's, a power of two near the square root of the number of devices."""
     if predivide is not None:
         return predivide
     in_float32 = dtype is not None and jnp.dtype(dtype).itemsize >= 4

@@ -16,6 +16,7 @@ a leaf that every shard has as a whole (`replicated`: biases, norms) counts once
 one leaf and counts once.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -129,17 +130,19 @@ def global_norm(
         xs = [x.astype(jnp.float32) for x in xs]
         if is_max:
             return [jnp.max(jnp.abs(x), initial=0.0) for x in xs]
-        return reductions.sums_of_squares(xs) if _is_two(ord) else [jnp.sum(jnp.abs(x) ** ord) for x in xs]
+        return reductions.sums_of_squares(xs) if is_two else [jnp.sum(jnp.abs(x) ** ord) for x in xs]
 
-    merge = _max_of if is_max else sum
+    is_two = isinstance(ord, int | float) and ord == 2
+    largest = lambda values, start: functools.reduce(jnp.maximum, values, start)  # noqa: E731  # NaN if one is
+    merge = largest if is_max else sum
     axes = collectives.named_axes(axis_name)
     split, whole = _by_shard(tree, replicated, axes, power)
-    total = merge(split, start=jnp.zeros((), jnp.float32))
+    total = merge(split, jnp.zeros((), jnp.float32))
     total = collectives.max_over(total, axes) if is_max else collectives.sum_over(total, axes)
-    total = merge(whole, start=total)
+    total = merge(whole, total)
     if is_max:
         return total
-    return jnp.sqrt(total) if _is_two(ord) else total ** (1.0 / ord)
+    return jnp.sqrt(total) if is_two else total ** (1.0 / ord)
 
 
 def count_zeros(
@@ -179,17 +182,6 @@ def count_zeros(
         return updates, ZeroCountState(total - padding if padding else total)
 
     return optax.GradientTransformation(init_fn, update_fn)
-
-
-def _max_of(values: list[Float[Array, ""]], *, start: Float[Array, ""]) -> Float[Array, ""]:
-    """The largest of `values` and `start`; NaN if any is NaN."""
-    for value in values:
-        start = jnp.maximum(start, value)
-    return start
-
-
-def _is_two(ord: Any) -> bool:
-    return isinstance(ord, (int, float)) and ord == 2
 
 
 def _by_shard(
