@@ -7,8 +7,8 @@ With `apply_gradients`, one pass unscales and clips the gradients, updates maste
 params. It takes a few kernel launches for any number of leaves (`pallas_kernels.update`), on NVIDIA GPUs from Hopper
 on, with jax >= 0.11.2. All arrays are updated in place. In a skipped step this pass reads and writes nothing.
 
-On other devices, and with `tx.update`, optax's own optimizer runs. Both have the same state, so a run may switch
-between them.
+On other devices, and where several share the arrays under plain `jax.jit`, XLA computes the same, in as many bytes and
+more launches. With `tx.update` optax's own optimizer runs. All have the same state, so a run may switch between them.
 """
 
 from collections.abc import Callable
@@ -52,8 +52,9 @@ def fused_adamw(
         nesterov: m_hat = b1 m / (1 - b1^(t + 1)) + (1 - b1) g / (1 - b1^t)
 
     With `jaxmp.apply_gradients`, on NVIDIA GPUs from Hopper on, one pass over memory (a few kernel launches) unscales
-    and clips the gradients, updates masters and moments, and writes the model's params. On other devices, and with
-    `tx.update`, optax's own optimizer runs. Both have the same state.
+    and clips the gradients, updates masters and moments, and writes the model's params. On other devices, and where
+    several share the arrays under plain `jax.jit`, XLA computes the same. With `tx.update` optax's own optimizer runs.
+    All have the same state.
 
     Args:
       learning_rate: a number, a scalar, or a schedule.
