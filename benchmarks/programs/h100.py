@@ -116,7 +116,7 @@ def fused_programs() -> Iterator[Program]:
     small = small._replace(target=few._replace(bytes_per_param=14.5, stored_bytes_per_param=7.0))
     yield small
     yield small._replace(tree=LLAMA)
-    yield small._replace(mode="8, jit", devices=8, target=Target(40.0, 0))
+    yield small._replace(mode="8, jit", devices=8, target=Target(18.5, 0, largest_copy_bytes=2**20))
 
 
 def _fused_adamw(**kwargs: Any) -> optax.GradientTransformation:
