@@ -94,7 +94,8 @@ def gather(
         )
     if manual:
         param_layout.check_same_tree(params, layout)
-        gathered_params.note(params, layout.axis_name, [cut.dim for cut in jax.tree.leaves(layout.cuts)])
+        dims = [None if cut.dim is None else (cut.dim,) for cut in jax.tree.leaves(layout.cuts)]
+        gathered_params.note(params, layout.axis_name, cut=dims)
     parts, what = (devices, "a device's part of a") if manual else (1, "a padded")
 
     def whole(path: str, x: Any, cut: Cut) -> Any:
@@ -119,7 +120,7 @@ def gather(
         gathered = param_layout.map_leaves(whole, params, layout)
     if not manual:
         padded = [(cut.dim, cut.size) if cut.padding else None for cut in jax.tree.leaves(layout.cuts)]
-        gathered_params.note_padding(params, layout.axis_name, padded)
+        gathered_params.note(params, layout.axis_name, padded=padded)
     return gathered
 
 

@@ -37,20 +37,25 @@ class GatheredParams(NamedTuple):
     padded: tuple[tuple[str, int, int], ...] = ()
 
 
-def note(params: PyTree, axis_name: str, dims: Sequence[int | None]) -> None:
-    """Says that `params` are parts, cut over a bound axis along `dims`; those with None are whole."""
-    leaves = zip(jax.tree_util.tree_leaves_with_path(params), dims, strict=True)
-    cut = tuple((jax.tree_util.keystr(path), dim) for (path, _), dim in leaves if dim is not None)
-    _keep(GatheredParams(compat.trace_state(), axis_name, jax.tree.structure(params), _shapes(params), cut))
+def note(
+    params: PyTree,
+    axis_name: str,
+    *,
+    cut: Sequence[tuple[int] | None] = (),
+    padded: Sequence[tuple[int, int] | None] = (),
+) -> None:
+    """Says of each leaf of `params` along which axis it is cut over a bound mesh axis, or how it is padded under jit.
 
-
-def note_padding(params: PyTree, axis_name: str, padded: Sequence[tuple[int, int] | None]) -> None:
-    """Says that `params`, under plain jit, are padded along an axis, to more than a length: (axis, length) or None."""
-    leaves = zip(jax.tree_util.tree_leaves_with_path(params), padded, strict=True)
-    found = tuple((jax.tree_util.keystr(path), *where) for (path, _), where in leaves if where is not None)
-    if found:
-        here = compat.trace_state()
-        _keep(GatheredParams(here, axis_name, jax.tree.structure(params), _shapes(params), (), found))
+    `padded`: (axis, length without padding); None in both: nothing of the kind.
+    """
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    cuts, lengths = (
+        tuple((path, *where) for path, where in zip(paths, places, strict=False) if where is not None)
+        for places in (cut, padded)
+    )
+    if cuts or lengths:
+        shapes, structure = _shapes(params), jax.tree.structure(params)
+        _keep(GatheredParams(compat.trace_state(), axis_name, structure, shapes, cuts, lengths))  # pyright: ignore
 
 
 def lift(notes: ambient.Notes) -> None:
