@@ -58,6 +58,56 @@ def test_calls_have_one_function_of_their_operands(name):
     assert_within_ulps(jaxprs.run_as_traced(eqn, [X])[0], CALLS[name](X), 2)  # of a sine, compiled alone or in a call
 
 
+def test_which_operands_the_functions_of_an_equation_get():
+    """Operands by name: constants of all turns, what is carried, rows of what is scanned."""
+    shift, total, rows = X[0, 0] * 2, X[0, 0], X[:, 0]
+
+    def loop(shift, total):
+        return lax.while_loop(lambda t: t < shift * 5, lambda t: t + shift, total)
+
+    (eqn,) = [e for e in equations(loop, shift, total) if e.primitive.name == "while"]
+    test, body = jaxprs.functions_of(eqn)
+    operands = [f"operand {i}" for i in range(len(eqn.invars))]
+    assert test.n_carry == body.n_carry == 1
+    assert test.inputs(operands) == [*operands[: test.n_consts], operands[-1]]
+    assert body.inputs(operands) == operands[test.n_consts :]
+    assert body.parts(body.inputs(operands))[1:] == ([operands[-1]], [])
+
+    def scan(shift, total, rows):
+        return lax.scan(lambda t, x: (t + shift * x, t), total, rows)
+
+    (eqn,) = [e for e in equations(scan, shift, total, rows) if e.primitive.name == "scan"]
+    (body,) = jaxprs.functions_of(eqn)
+    assert body.parts(body.inputs(["shift", "total", "rows"])) == (["shift"], ["total"], ["rows"])
+
+    (*_, eqn) = equations(lambda x, y: lax.cond(True, jnp.add, jnp.subtract, x, y), X, X)
+    for branch in jaxprs.functions_of(eqn):
+        assert branch.inputs(["which", "x", "y"]) == ["x", "y"] and not branch.n_carry
+
+
+@pytest.mark.parametrize("name", CALLS | CONTROL_FLOW)
+def test_a_program_is_run_again(name):
+    fn = (CALLS | CONTROL_FLOW)[name]
+    program, seen = jax.make_jaxpr(lambda x: fn(x) + np.float32(1))(X), []
+
+    def equation(i, eqn, operands):
+        seen.append((i, eqn.primitive.name))
+        return jaxprs.run_as_traced(eqn, operands)
+
+    for frees in (False, True):
+        (y,) = jaxprs.evaluate(jaxprs.open_jaxpr(program), [X], equation, frees=frees)
+        assert_within_ulps(y, fn(X) + 1, 2)
+    assert seen == [(i, eqn.primitive.name) for i, eqn in enumerate(program.jaxpr.eqns)] * 2
+    names = jaxprs.evaluate(
+        jaxprs.open_jaxpr(program),
+        ["x"],
+        lambda i, eqn, operands: [f"{eqn.primitive.name}({', '.join(operands)})"] * len(eqn.outvars),
+        lambda x, aval: "constant",
+        lambda x, aval: "number",
+    )
+    assert names == [n for n in names if n.startswith("add(") and ("number" in n or "constant" in n)]
+
+
 @pytest.mark.parametrize("name", CONTROL_FLOW)
 def test_branches_and_loops_are_control_flow(name):
     eqn = equations(CONTROL_FLOW[name], X)[-1]
