@@ -92,10 +92,6 @@ def gather(
             f"reduce_dtype= and predivide= need jax.shard_map; got {reduce_dtype}, {predivide} where "
             f"{layout.axis_name!r} is not bound. Leave both out."
         )
-    if manual:
-        param_layout.check_same_tree(params, layout)
-        dims = [None if cut.dim is None else (cut.dim,) for cut in jax.tree.leaves(layout.cuts)]
-        gathered_params.note(params, layout.axis_name, cut=dims)
     parts, what = (devices, "a device's part of a") if manual else (1, "a padded")
 
     def whole(path: str, x: Any, cut: Cut) -> Any:
@@ -110,16 +106,24 @@ def gather(
         if manual:  # all-gather; reduce-scatter of the mean
             forward = lambda x: collectives.gather_over(x, layout.axis_name, dim)  # noqa: E731
             backward = lambda g: _mean_part(g, layout, dim, reduce_dtype, predivide).astype(own_dtype)  # noqa: E731
-        else:
-            forward, backward = _constraints(layout, cut)
+        else:  # whole along the layout's axis, and cut again, by constraints
+            uncut = PartitionSpec(*cut.spec[:dim], None, *cut.spec[dim + 1 :])
+            is_explicit = AxisType.Explicit in getattr(layout.mesh, "axis_types", ())
+            place = jax.sharding.reshard if is_explicit else lax.with_sharding_constraint
+            forward = lambda x: place(x, NamedSharding(layout.mesh, uncut))  # noqa: E731
+            backward = lambda g: place(g, NamedSharding(layout.mesh, cut.spec))  # noqa: E731
         gathered = jax.custom_vjp(forward)
         gathered.defvjp(lambda x: (forward(x), None), lambda _, g: (backward(g),))
         return checkpoint_name(param_layout.trimmed((gathered if casting.is_float(x) else forward)(x), cut), GATHERED)
 
     with jax.named_scope("jaxmp.gather_params"):
         gathered = param_layout.map_leaves(whole, params, layout)
-    if not manual:
-        padded = [(cut.dim, cut.size) if cut.padding else None for cut in jax.tree.leaves(layout.cuts)]
+    cuts = jax.tree.leaves(layout.cuts)
+    if manual:
+        dims = [None if cut.dim is None else (cut.dim,) for cut in cuts]
+        gathered_params.note(params, layout.axis_name, cut=dims)
+    else:
+        padded = [(cut.dim, cut.size) if cut.padding else None for cut in cuts]
         gathered_params.note(params, layout.axis_name, padded=padded)
     return gathered
 
@@ -169,7 +173,14 @@ def reduce_gradients(
         if scale_leaves.is_scale(path) or not casting.is_float(g):
             return g
         if cut.dim is None:
-            _check_whole(path, g, layout, cut)
+            bound = compat.manual_axes()
+            sizes = {name: size if name in bound else 1 for name, size in layout.mesh.shape.items()}
+            split = shardings.devices_per_dim(cut.spec, len(cut.shape), sizes)
+            expected = tuple(n // k for n, k in zip(cut.shape, split, strict=True))
+            if g.shape != expected:
+                raise ValueError(
+                    f"an uncut leaf must have shape {expected}; got {g.shape} at {path}. Use one layout everywhere."
+                )
             factor = predivide_or_rule(predivide, dtype or g.dtype, (layout.axis_name,))
             return collectives.mean_over(g, (layout.axis_name,), dtype=dtype, predivide=factor)
         if g.shape[cut.dim] == cut.padded // devices:
@@ -208,30 +219,6 @@ def save_all_but_gathered(policy: Any = None) -> Any:
         return True if policy is None else policy(primitive, *args, **params)
 
     return saveable
-
-
-def _check_whole(path: str, g: Array, layout: Layout, cut: Cut) -> None:
-    """Raises a ValueError if `g` is a part of a leaf that the layout does not cut."""
-    bound = compat.manual_axes()
-    sizes = {name: size if name in bound else 1 for name, size in layout.mesh.shape.items()}
-    devices = shardings.devices_per_dim(cut.spec, len(cut.shape), sizes)
-    expected = tuple(n // k for n, k in zip(cut.shape, devices, strict=True))
-    if g.shape != expected:
-        raise ValueError(
-            f"an uncut leaf must have shape {expected}; got {g.shape} at {path}. Use one layout everywhere."
-        )
-
-
-def _constraints(layout: Layout, cut: Cut) -> tuple[Any, Any]:
-    """(whole along the layout's axis, cut again), as sharding constraints, for plain jit."""
-    assert cut.dim is not None
-    whole = PartitionSpec(*cut.spec[: cut.dim], None, *cut.spec[cut.dim + 1 :])
-    is_explicit = AxisType.Explicit in getattr(layout.mesh, "axis_types", ())
-    place = jax.sharding.reshard if is_explicit else lax.with_sharding_constraint
-    return (
-        lambda x: place(x, NamedSharding(layout.mesh, whole)),
-        lambda g: place(g, NamedSharding(layout.mesh, cut.spec)),
-    )
 
 
 def _mean_part(g: Array, layout: Layout, dim: int, dtype: Any, predivide: float | None) -> Array:

@@ -65,16 +65,6 @@ def lift(notes: ambient.Notes) -> None:
         _keep(found._replace(trace=here))
 
 
-def check_mean(grads: PyTree, axes: tuple[str, ...]) -> None:
-    """Raises a ValueError if these are gradients of params that are cut over one of `axes`."""
-    for axis, _ in cuts_of(grads):
-        if axis in axes:
-            raise ValueError(
-                f"gradients cut over {axis!r} must not be averaged over it. For it call "
-                f"jaxmp.fsdp.reduce_gradients(grads, layout)."
-            )
-
-
 def cuts_of(tree: PyTree) -> list[tuple[str, dict[str, int]]]:
     """[(mesh axis, {path of a leaf: where it is cut})] of params or gradients that were gathered in this trace."""
     return [(x.axis_name, dict(x.cut)) for x in _notes_of(tree) if not x.padded]

@@ -127,7 +127,11 @@ def layout_of(
         raise TypeError(f"layout_of(params, mesh) takes a mesh, as of jax.make_mesh; got {type(mesh).__name__}.")
     _check_axis(mesh, axis_name)
     devices = mesh.shape[axis_name]
-    given = jax.tree.map(lambda _: PartitionSpec(), params) if specs is None else _per_leaf(specs, params)
+    whole = PartitionSpec() if specs is None else specs
+    try:
+        given = jax.tree.broadcast(whole, params, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    except ValueError as e:
+        raise ValueError(f"specs must be a tree of PartitionSpecs like the params, or a prefix: {e}") from e
 
     def cut(path: str, x: Any, spec: Any) -> Cut:
         shape = tuple(x.shape)
@@ -204,7 +208,20 @@ def trim(tree: PyTree, layout: Layout) -> PyTree:
 
     def cut_off(path: str, x: Any, cut: Cut) -> Any:
         check_length(path, x, cut, cut.padded, "a padded")
-        return trimmed(_whole_along(x, cut), cut)
+        is_tracer = isinstance(x, Tracer)
+        if is_tracer:
+            sharding: Any = jax.typeof(x).sharding if shardings_lib.is_explicit(x) else None
+        else:
+            sharding = getattr(x, "sharding", None)
+        if cut.dim is None or cut.padded == cut.size or not isinstance(sharding, NamedSharding):
+            return trimmed(x, cut)
+        # Gathered along the dimension that is cut: the length without padding does not divide.
+        spec = tuple(sharding.spec) + (None,) * (x.ndim - len(sharding.spec))
+        spec = PartitionSpec(*spec[: cut.dim], None, *spec[cut.dim + 1 :])
+        place = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return trimmed(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), cut)
+        return trimmed(jax.sharding.reshard(x, place) if is_tracer else jax.device_put(x, place), cut)
 
     return _map_inside(cut_off, tree, layout)
 
@@ -245,24 +262,6 @@ def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout)
     return mapped
 
 
-def _whole_along(x: Any, cut: Cut) -> Any:
-    """`x`, gathered along the dimension that is cut if its sharding is known: the unpadded length does not divide."""
-    is_tracer = isinstance(x, Tracer)
-    if is_tracer:
-        sharding: Any = jax.typeof(x).sharding if shardings_lib.is_explicit(x) else None
-    else:
-        sharding = getattr(x, "sharding", None)
-    if cut.dim is None or cut.padded == cut.size or not isinstance(sharding, NamedSharding):
-        return x
-    spec = tuple(sharding.spec) + (None,) * (x.ndim - len(sharding.spec))
-    whole = NamedSharding(
-        sharding.mesh, PartitionSpec(*spec[: cut.dim], None, *spec[cut.dim + 1 :]), memory_kind=sharding.memory_kind
-    )
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
-    return jax.sharding.reshard(x, whole) if is_tracer else jax.device_put(x, whole)
-
-
 def padded(x: Any, cut: Cut) -> Any:
     """One leaf with zeros appended up to its padded length."""
     if cut.padded == cut.size:
@@ -281,13 +280,8 @@ def trimmed(x: Any, cut: Cut) -> Any:
 
 def map_leaves(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout) -> PyTree:
     """`f(path, leaf, cut)` for each leaf of a tree like the layout's params."""
-    check_same_tree(tree, layout)
-    return tree_paths.map_with_path(f, tree, layout.cuts)
-
-
-def check_same_tree(tree: PyTree, layout: Layout) -> None:
-    """Raises a ValueError unless a tree has the structure of the layout's params."""
     tree_paths.check_same_structure(tree, layout.cuts, "the tree", "the layout", _HOW_TO_MAKE_ONE)
+    return tree_paths.map_with_path(f, tree, layout.cuts)
 
 
 def check_is_layout(layout: Any, call: str) -> None:
@@ -313,11 +307,3 @@ def _check_axis(mesh: Any, name: str, where: str = "") -> None:
             f"layout axes must be in the mesh; got {name!r}{where}, and the mesh has "
             f"{', '.join(map(repr, mesh.shape))}."
         )
-
-
-def _per_leaf(specs: PyTree, params: PyTree) -> PyTree:
-    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    try:
-        return jax.tree.broadcast(specs, params, is_leaf=is_spec)
-    except ValueError as e:
-        raise ValueError(f"specs must be a tree of PartitionSpecs like the params, or a prefix: {e}") from e

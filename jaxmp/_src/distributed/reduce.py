@@ -64,7 +64,12 @@ def reduce_gradients(
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, ReducedState]:
         del params
         axes = collectives.bound_axes(axis_name)
-        gathered_params.check_mean(updates, axes)
+        for axis, _ in gathered_params.cuts_of(updates):
+            if axis in axes:
+                raise ValueError(
+                    f"gradients cut over {axis!r} must not be averaged over it. For it call "
+                    f"jaxmp.fsdp.reduce_gradients(grads, layout)."
+                )
         factor = predivide_or_rule(predivide, dtype, axes)
         # value_and_grad has already reduced the amaxes of fp8 scales, with MAX.
         amaxes, grads = scale_leaves.partition(updates)

@@ -4,6 +4,7 @@ The update runs in `programs.windows`, which copies a few leaves at a time to th
 `while_loop` that runs once, or not at all if the step is skipped.
 """
 
+import dataclasses
 from collections.abc import Collection
 from typing import Any
 
@@ -61,17 +62,20 @@ def put(opt_state: PyTree, *, what: Collection[str] = _PARTS, min_bytes: int = 0
             f"jaxmp.offload.to_host."
         )
 
-    def move(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: host_memory.to_host(x) if _is_large(x, min_bytes) else x, tree)
+    def moved(x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.ndim == 0 or host_memory.is_on_host(x):
+            return x
+        is_large = not jnp.issubdtype(x.dtype, jax.dtypes.extended) and x.size * x.dtype.itemsize >= min_bytes
+        return host_memory.to_host(x) if is_large else x
 
     def move_state(state: StepState) -> StepState:
-        held = move(state.master_params) if "masters" in what else state.master_params
-        inner = move(state.optimizer_state) if "moments" in what else state.optimizer_state
+        held = jax.tree.map(moved, state.master_params) if "masters" in what else state.master_params
+        inner = jax.tree.map(moved, state.optimizer_state) if "moments" in what else state.optimizer_state
         return state._replace(master_params=held, optimizer_state=inner)
 
     if states.with_masters(opt_state):
         return _committed(states.map_steps(move_state, opt_state))
-    return _committed(move(opt_state)) if "moments" in what else opt_state
+    return _committed(jax.tree.map(moved, opt_state)) if "moments" in what else opt_state
 
 
 def to_host(tree: PyTree) -> PyTree:
@@ -161,17 +165,11 @@ def stream_updates(
 
 
 @jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
 class _Static:
     """A static value inside a tree of arrays."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.value == other.value
-
-    def __hash__(self) -> int:
-        return hash(self.value)
+    value: Any
 
 
 def _committed(tree: PyTree) -> PyTree:
@@ -182,9 +180,3 @@ def _committed(tree: PyTree) -> PyTree:
     if len(set().union(*(x.sharding.device_set for x in leaves))) != 1:
         return tree
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding) if isinstance(x, jax.Array) else x, tree)
-
-
-def _is_large(x: Any, min_bytes: int) -> bool:
-    if not isinstance(x, jax.Array) or x.ndim == 0 or host_memory.is_on_host(x):
-        return False
-    return not jnp.issubdtype(x.dtype, jax.dtypes.extended) and x.size * x.dtype.itemsize >= min_bytes

@@ -18,7 +18,7 @@ from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import amax_records, scale_leaves
 from jaxmp._src.step import state as states
 from jaxmp._src.step.optimizers import as_transformation
-from jaxmp._src.step.policy import Policy, get_policy
+from jaxmp._src.step.policy import get_policy
 
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
@@ -152,7 +152,13 @@ def plan(
     in_float32 = Plan(on_device(weights), 0, rest, on_device(weights), num_params, activation=4)
     if not keeps:
         masters, rest, _ = state_from(stored)
-    gradients = on_device(tree_paths.map_with_path(lambda path, x: _gradient_of(path, x, policy), stored))
+
+    def gradient(path: str, x: Any) -> Any:
+        if scale_leaves.is_scale(path):
+            return jax.ShapeDtypeStruct((*x.shape, amax_records.SIZE), x.dtype)
+        return x if policy.reduce_dtype is None else jax.ShapeDtypeStruct(x.shape, policy.reduce_dtype)
+
+    gradients = on_device(tree_paths.map_with_path(gradient, stored))
     activation = jnp.dtype(policy.compute_dtype).itemsize
     return Plan(on_device(stored), masters, rest, gradients, num_params, activation, in_float32)
 
@@ -167,13 +173,6 @@ def _shapes(params: PyTree) -> PyTree:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     return tree_paths.map_with_path(shape, params)
-
-
-def _gradient_of(path: str, x: Any, policy: Policy) -> Any:
-    """The shape of the gradient of a stored param."""
-    if scale_leaves.is_scale(path):
-        return jax.ShapeDtypeStruct((*x.shape, amax_records.SIZE), x.dtype)
-    return x if policy.reduce_dtype is None else jax.ShapeDtypeStruct(x.shape, policy.reduce_dtype)
 
 
 def _bytes(x: Any, place: NamedSharding | None = None) -> int:

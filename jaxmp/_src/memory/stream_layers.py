@@ -114,9 +114,10 @@ def stream_layers(
 
         cut = jax.tree.map(lambda p: p.reshape(slices, layers // slices, *p.shape[1:]), params)
         if num_microbatches > 1:
-            x = jax.tree.map(lambda x: _split(x, num_microbatches), x)
+            # [n, ...] -> [k, n/k, ...], part i with the rows i, i + k, ...
+            x = jax.tree.map(lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1), x)
         x, _ = lax.scan(body, x, cut)
-        # The inverse of `_split`: [k, n/k, ...] -> [n, ...].
+        # The inverse: [k, n/k, ...] -> [n, ...].
         return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), x) if num_microbatches > 1 else x
 
     return apply
@@ -129,11 +130,6 @@ def _float_to_host(x: Array) -> Array:
 
 
 _float_to_host.defvjp(lambda x: (host_memory.to_host(x), None), lambda _, ct: (host_memory.to_device(ct),))
-
-
-def _split(x: Array, k: int) -> Array:
-    """[n, ...] -> [k, n/k, ...], part i with the rows i, i + k, ..."""
-    return x.reshape(x.shape[0] // k, k, *x.shape[1:]).swapaxes(0, 1)
 
 
 def _check_count(name: str, count: Any) -> None:

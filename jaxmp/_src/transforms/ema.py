@@ -119,8 +119,13 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
       >>> get_ema_params(opt_state, params)
       {'w': Array([0.75], dtype=float32)}
     """
-    found = _state_of(opt_state)
-    weight = found.ema_weight
+    found = states.find(opt_state, EmaParamsState)
+    if len(found) != 1:
+        raise ValueError(
+            f"opt_state must have one ema_params; got {len(found)}. Write optax.chain(optax.adamw(1e-3), "
+            f"jaxmp.ema_params(0.999))."
+        )
+    weight = found[0].ema_weight
 
     def read(param: Any, average: Any) -> Any:  # float32; each may be in a box
         if isinstance(average, optax.MaskedNode):
@@ -136,15 +141,5 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
         return jnp.where(weight > 0, e / weight, w)
 
     units, treedef = jax.tree.flatten(states.get_master_params(opt_state, params), is_leaf=tree_paths.is_box)
-    averages = treedef.flatten_up_to(found.ema_params)
+    averages = treedef.flatten_up_to(found[0].ema_params)
     return treedef.unflatten([read(p, e) for p, e in zip(units, averages, strict=True)])
-
-
-def _state_of(opt_state: Any) -> EmaParamsState:
-    found = states.find(opt_state, EmaParamsState)
-    if len(found) != 1:
-        raise ValueError(
-            f"opt_state must have one ema_params; got {len(found)}. Write optax.chain(optax.adamw(1e-3), "
-            f"jaxmp.ema_params(0.999))."
-        )
-    return found[0]

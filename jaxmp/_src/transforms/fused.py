@@ -271,11 +271,8 @@ def _fused(
 
 def _map_states(f: Callable[[Any], Any], state: Any) -> Any:
     """`state` with `f(node)` in place of each outermost NamedTuple, also inside the tuples of a chain."""
-    return jax.tree.map(lambda x: f(x) if _is_state(x) else x, state, is_leaf=_is_state)
-
-
-def _is_state(x: Any) -> bool:
-    return hasattr(x, "_fields")
+    is_state = lambda x: hasattr(x, "_fields")  # noqa: E731
+    return jax.tree.map(lambda x: f(x) if is_state(x) else x, state, is_leaf=is_state)
 
 
 def _decays(weight_decay: float, mask: Mask, params: PyTree) -> list[float]:

@@ -109,7 +109,11 @@ def stochastic_round_updates(
             new = []
             for number, (p, u, whole) in enumerate(zip(leaves, treedef.flatten_up_to(updates), held, strict=True)):
                 key = moments.noise(jnp.asarray(seed, jnp.int32), float(number), count)
-                new.append(_rounded_update(p, u, _key_of_part(key, p, () if whole else axes)))
+                for axis in () if whole else axes:  # another key for each part of a param that is split
+                    if compat.is_tracked(axis) and axis not in compat.varying_axes(p):
+                        continue  # jax tracks this axis, and the param is not split over it
+                    key = moments.noise(lax.bitcast_convert_type(key, jnp.int32) ^ lax.axis_index(axis), 1.0, 0.0)
+                new.append(_rounded_update(p, u, key))
         return treedef.unflatten(new), StochasticRoundState(count)
 
     return optax.GradientTransformation(init_fn, update_fn)
@@ -167,12 +171,3 @@ def _rounded_update(param: Any, update: Any, key: UInt[Array, ""]) -> Any:
     rounded = casting.stochastic_round(full + update.astype(jnp.float32), param.dtype, bits)
     move = rounded - full
     return jnp.where(move == 0, -0.0, move)
-
-
-def _key_of_part(key: UInt[Array, ""], param: Any, axes: tuple[str, ...]) -> UInt[Array, ""]:
-    """`key`, made different for each part of a param that is split over `axes`."""
-    for axis in axes:
-        if compat.is_tracked(axis) and axis not in compat.varying_axes(param):
-            continue  # jax tracks this axis, and the param is not split over it
-        key = moments.noise(lax.bitcast_convert_type(key, jnp.int32) ^ lax.axis_index(axis), 1.0, 0.0)
-    return key
