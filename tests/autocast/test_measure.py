@@ -251,3 +251,21 @@ def test_errors_name_what_is_missing():
         jaxmp.explain_autocast(jnp.sin, jax.ShapeDtypeStruct((2,), jnp.float32), measure=True)
     with pytest.raises(ValueError, match="not both"):
         jaxmp.explain_autocast(jnp.sin, X, dtype=jnp.bfloat16, policy="bf16")
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("recipe", ["CurrentScaling", "RowwiseScaling", "BlockScaling"])
+def test_matmuls_in_fp8_are_measured(recipe):
+    """A number inside of a function that depends on the platform has a dtype, and is no array."""
+    w, made = jnp.asarray(X[:32]) / 6, getattr(jaxmp.fp8, recipe)()
+
+    def loop(w: Any, x: Any) -> Any:
+        return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=2)[0].sum()
+
+    def product(w: Any, x: Any) -> Any:
+        return jaxmp.fp8.dot_general(x, w, (((1,), (0,)), ((), ())), recipe=made).sum()
+
+    rows = jaxmp.explain_autocast(product, w, X, measure=True, grad=True).rows
+    assert any(row.error > 0 for row in rows)
+    rows = jaxmp.explain_autocast(loop, w, X, dtype="fp8", recipe=made, measure=True).rows
+    assert any(row.error > 0 for row in rows)

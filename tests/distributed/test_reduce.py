@@ -1,4 +1,6 @@
-"""Where `reduce_gradients` may not stand: inside a transform that decides on each device whether it runs."""
+"""What `reduce_gradients` refuses: a place in a transform that decides on each device whether it runs, and no sums."""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -39,3 +41,22 @@ def test_a_transform_that_decides_about_the_step_stands_behind_the_reduction(nam
             trace(inside, check_vma=False)
     else:  # it decides by a count, which is the same on all devices
         trace(inside, check_vma=False)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"dtype": jnp.int32}, {"dtype": "float8_e4m3fn"}, {"predivide": 0}, {"predivide": -2.0}, {"predivide": math.nan}],
+    ids=str,
+)
+def test_a_sum_that_is_none_is_refused(arguments):
+    """They made zeros, NaN or gradients of the other sign."""
+    tree = {"w": jnp.ones(8)}
+    layout = jaxmp.fsdp.layout_of(tree, mesh_of(), AXIS, min_size=1)
+    of_gather = {"reduce_dtype" if name == "dtype" else name: x for name, x in arguments.items()}
+    for call in (
+        lambda: jaxmp.reduce_gradients(AXIS, **arguments),
+        lambda: jaxmp.fsdp.reduce_gradients(tree, layout, **arguments),
+        lambda: jaxmp.fsdp.gather(tree, layout, **of_gather),
+    ):
+        with pytest.raises(ValueError, match=r"gradients are summed in float32|predivide must be positive and finite"):
+            call()

@@ -210,6 +210,31 @@ def test_masters_that_are_remainders():
     assert_exact(exact_steps(tx, on_host=True, policy="bf16"), exact_steps(tx, on_host=False, policy="bf16"))
 
 
+@pytest.mark.parametrize("bits", [16, 8])
+def test_remainders_in_host_memory_are_read_there(bits):
+    tx = jaxmp.mixed_precision(offload.stream_updates(optax.sgd(0.5)), "bf16", remainder_bits=bits)
+    start = {"w": jnp.float32([1.001, -3.3e-5, 70000.3])}
+    state, params = tx.init(start), jaxmp.get_policy("bf16").cast_to_param(start)
+    expected, on_host = jaxmp.get_master_params(state, params), offload.put(state)
+    for read in (jaxmp.get_master_params, jax.jit(jaxmp.get_master_params)):
+        got = read(on_host, params)
+        assert_exact(got, expected)
+        assert got["w"].sharding.memory_kind == "pinned_host"
+    whole = jaxmp.mixed_precision(optax.sgd(0.5), "bf16")
+    params, made = jaxmp.checkpoint.convert(on_host, params, to=whole, policy="bf16")
+    assert_exact(jaxmp.get_master_params(made, params), expected)
+
+
+def test_a_state_in_host_memory_is_converted_on_the_device():
+    start, adam = {"w": jnp.float32([1.001, -3.3e-5])}, optax.adam(0.5)
+    state = jaxmp.mixed_precision(offload.stream_updates(adam), "bf16").init(start)
+    params, to = jaxmp.get_policy("bf16").cast_to_param(start), jaxmp.mixed_precision(adam, "fp32")
+    expected = jaxmp.checkpoint.convert(state, params, to=to, policy="fp32")
+    got = jaxmp.checkpoint.convert(*offload.put((state, params)), to=to, policy="fp32")
+    assert_exact(got, expected)
+    assert not any(host_memory.is_on_host(x) for x in jax.tree.leaves(got))
+
+
 @pytest.mark.thorough(0)
 def test_a_sharded_state_stays_sharded_in_host_memory():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

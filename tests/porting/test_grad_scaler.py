@@ -544,6 +544,19 @@ def test_state_dicts_are_those_of_torch():
     assert loaded.state_dict() == saved
 
 
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        *[({"scale": x}, f"positive and finite; got {x}") for x in (np.nan, np.inf, -2.0, 0.0)],
+        ({"growth_interval": 2.5}, "a whole number of steps; got 2.5"),
+    ],
+)
+def test_a_state_dict_without_a_usable_scale_is_refused(entry, message):
+    scaler = jaxmp.GradScaler(8.0)
+    with pytest.raises(ValueError, match=message):
+        scaler.load_state_dict(scaler.state_dict() | entry)
+
+
 def test_a_rule_with_hysteresis_keeps_its_count():
     scaler = after(jaxmp.GradScaler(loss_scale=jaxmp.DynamicLossScale(8.0, hysteresis=3)), True)
     saved = scaler.state_dict()

@@ -180,7 +180,7 @@ def test_weights_without_fp8_scales_get_those_of_the_state():
         jaxmp.fp8.with_scales(plain | {"layers_2": {"kernel": plain["layers_2"]["kernel"]}}, state.params)
 
 
-def test_masters_stay_where_they_are():
+def test_params_and_masters_stay_where_they_are():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     cut, whole = NamedSharding(mesh, P(None, "x")), NamedSharding(mesh, P())
     state, policy = start("bf16")
@@ -190,6 +190,13 @@ def test_masters_stay_where_they_are():
     loaded = jax.device_put(policy.cast_to_param(OTHER), whole)
     for opt_state in (state.reload(loaded).opt_state, jaxmp.reload_master_params(placed, loaded)):
         assert optax.tree.get(opt_state, "master_params")["a"].sharding == cut
+    params = jax.tree.map(lambda x: jax.device_put(x, cut if x.ndim == 2 else whole), params)
+    sharded = state.replace(params=params, opt_state=placed)
+    on_one = jax.device_put(policy.cast_to_param(OTHER), jax.devices()[1])
+    for given in (OTHER, policy.cast_to_param(OTHER), on_one, loaded):  # NumPy's; no place; one device; whole on each
+        new = sharded.reload(given).params
+        assert {k: x.sharding for k, x in new.items()} == {"a": cut, "norm": whole}
+        assert_exact(new, policy.cast_to_param(OTHER))
 
 
 @pytest.mark.thorough(1)
@@ -233,3 +240,17 @@ def test_a_layer_named_value_has_params_of_its_own(bits):
     assert_exact(jaxmp.get_master_params(made.opt_state, made.params), new)
     cast = jaxmp.get_policy("bf16").cast_to_param(new)
     assert_exact(jaxmp.get_master_params(jaxmp.reload_master_params(state.opt_state, cast), cast), new)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_params_of_another_dtype_are_the_masters(dtype, traced):
+    """1.0026 rounds to 1.0 in bfloat16: only a param in bfloat16 that stayed 1.0 may keep this master."""
+    tx = jaxmp.mixed_precision(optax.sgd(0.5), "bf16")
+    start = {"w": jnp.float32([1.0026, 2.0])}
+    state = jaxmp.linen.TrainState.create(apply_fn=None, params=start, tx=tx, policy="bf16")
+    reload = lambda state, new: state.reload(new)  # noqa: E731
+    new = (jax.jit(reload) if traced else reload)(state, {"w": jnp.array([1.0, 3.0], dtype)})
+    kept = 1.0026 if dtype == jnp.bfloat16 else 1.0
+    assert_exact(masters(new), {"w": F32([kept, 3.0])})
+    assert_exact(new.params, {"w": jnp.array([1.0, 3.0], jnp.bfloat16)})

@@ -175,7 +175,7 @@ def functions_of(eqn: Any) -> Any:
 
 
 def _constant(x: Any, aval: Any) -> _Value:
-    return _value(x if hasattr(x, "dtype") else np.asarray(x, getattr(aval, "dtype", None)))
+    return _value(x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x, getattr(aval, "dtype", None)))
 
 
 def _value(x: Any) -> _Value:

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import jmp
 import numpy as np
 import optax
@@ -152,12 +153,12 @@ class TrainState(_Replaced, train_state.TrainState):
     def reload(self, params: PyTree) -> Self:
         """This state with other params, from which it trains on: loaded, clipped, averaged. The rest stays.
 
-        Where a param changed, its master is made from it; elsewhere it keeps all its bits. (The new masters are four
-        bytes per parameter, for as long as both states live.)
+        Masters are made from the new params, with full precision where these are float32. Where a new param has the
+        dtype and the value of the old one, its master keeps all its bits. Params and masters lie on the devices as the
+        old ones do. (The new masters are four bytes per parameter, for as long as both states live.)
 
         Args:
-          params: in float32 (masters then have full precision) or as the policy casts them; other containers (a
-            FrozenDict) become those of the old params.
+          params: in float32, or as the policy casts them; other containers (a FrozenDict) become those of the old.
 
         Raises:
           ValueError: params with other leaves, shapes or kinds of numbers than those of this state, named by path.
@@ -175,7 +176,11 @@ class TrainState(_Replaced, train_state.TrainState):
         if states.with_masters(opt_state):
             opt_state = reload_masters.reload_master_params(opt_state, whole, before=self.params)
         cast = whole if self.policy is None else self.policy.cast_to_param(whole)
-        cast = jax.tree.map(lambda x, like: casting.cast_float(x, like.dtype, saturate=True), cast, self.params)
+
+        def as_old(x: Any, old: Any) -> Any:
+            return reload_masters.placed(casting.cast_float(jnp.asarray(x), old.dtype, saturate=True), old)
+
+        cast = jax.tree.map(as_old, cast, self.params)
         return self.replace(params=cast, opt_state=opt_state)
 
     def calibrate(self, fun: Any, *args: Any, **kwargs: Any) -> Self:

@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
+from jaxmp._src.devices import host_memory
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import argument_kinds, state as states, state_arrays
@@ -52,8 +53,8 @@ def convert(
         scales are taken from it; those that are only described start at 1.
 
     Returns:
-      `(params, opt_state)`; no buffer is shared with the arguments. It warns of a loss scale, or fp8 histories, that
-      start again.
+      `(params, opt_state)`; no buffer is shared with the arguments, and none is in host memory (call
+      `jaxmp.offload.put` again). It warns of a loss scale, or fp8 histories, that start again.
 
     Raises:
       ValueError: a leaf that is missing, left over, or of another shape or kind, by path.
@@ -69,7 +70,8 @@ def convert(
     given = {"opt_state": ("state", opt_state), "params": ("params", params)}
     given |= {"to": ("optimizer", to), "policy": ("policy", policy)}
     argument_kinds.check("convert(opt_state, params, to=, policy=)", **given)
-    policy, opt_state, old = get_policy(policy), nnx.as_pure(opt_state), tree_paths.leaves_by_path(params)
+    opt_state, params = host_memory.to_device((nnx.as_pure(opt_state), params))
+    policy, old = get_policy(policy), tree_paths.leaves_by_path(params)
     full = states.get_master_params(opt_state, params)
     if wrong := tree_paths.first_of_other_shape(full, params):
         raise ValueError(f"params and opt_state are of one job; {wrong[0]} has {wrong[2]}, its master {wrong[1]}.")

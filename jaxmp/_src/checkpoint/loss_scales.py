@@ -53,9 +53,7 @@ def import_loss_scale(saved: Any, *, loss_scale: dynamic.DynamicLossScale | None
     if "growth_tracker" in saved or "hysteresis_tracker" in saved:
         return _at(loss_scale or preset("megatron"), *_numbers(saved, _MEGATRON))
     numbers = dict(zip(saved, _numbers(saved, (*saved,)), strict=True))
-    scale = torch_state.from_state_dict(loss_scale or preset("torch"), numbers)
-    _check_positive(scale.loss_scale)
-    return scale
+    return torch_state.from_state_dict(loss_scale or preset("torch"), numbers)
 
 
 def _numbers(saved: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
@@ -68,14 +66,9 @@ def _numbers(saved: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
 
 def _at(rule: dynamic.DynamicLossScale, scale: float, count: int, left: int) -> dynamic.DynamicLossScale:
     """`rule` with another scale, count, and rest of the hysteresis."""
-    _check_positive(scale)
+    torch_state.check_positive(scale)
     left = left if count or left else 1  # 1 and 0 act alike, but counts that are all 0 mean a static scale
     return jax.tree.structure(rule).unflatten([jnp.float32(scale), jnp.int32(count), jnp.int32(left)])
-
-
-def _check_positive(scale: Any) -> None:
-    if not np.all((np.asarray(scale) > 0) & np.isfinite(scale)):
-        raise ValueError(f"a loss scale must be positive and finite; got {scale}.")
 
 
 def export_loss_scale(
@@ -126,7 +119,7 @@ def set_loss_scale(opt_state: Any, loss_scale: Any) -> Any:
     is_number = not isinstance(loss_scale, dynamic.DynamicLossScale)
     old = _only(opt_state)
     new = old._replace(loss_scale=jnp.float32(loss_scale)) if is_number else states.scaling_state(loss_scale)
-    _check_positive(new.loss_scale)
+    torch_state.check_positive(new.loss_scale)
 
     def replaced(x: Any) -> Any:
         if not isinstance(x, states.LossScaleState):

@@ -17,7 +17,7 @@ from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives, shardings
 from jaxmp._src.distributed import gathered_params, param_layout
 from jaxmp._src.distributed.param_layout import Cut, Layout
-from jaxmp._src.distributed.reduce import predivide_or_rule
+from jaxmp._src.distributed.reduce import check_sum, predivide_or_rule
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting
 
@@ -59,7 +59,7 @@ def gather(
 
     Raises:
       ValueError: params that do not have the tree or the lengths of the layout, by path; `reduce_dtype` or `predivide`
-        under jit.
+        under jit; another dtype, or a divisor that is not positive and finite.
 
     Example:
       >>> import jaxmp
@@ -79,6 +79,7 @@ def gather(
       FairScale, fully_sharded_data_parallel.py.
     """
     param_layout.check_is_layout(layout, "gather(params, layout)")
+    check_sum(reduce_dtype, predivide)
     manual, devices = layout.axis_name in compat.manual_axes(), layout.mesh.shape[layout.axis_name]
     here = jax.sharding.get_abstract_mesh()
     auto_axes = {*here.axis_names} - {*here.manual_axes}  # XLA splits arrays over these
@@ -153,7 +154,8 @@ def reduce_gradients(
       Gradients for `tx.update`: the tree of the params as on this device, padded, in `dtype`.
 
     Raises:
-      ValueError: the layout's axis is not bound; gradients that do not fit the layout, by path.
+      ValueError: the layout's axis is not bound; gradients that do not fit the layout, by path; another dtype, or a
+        divisor that is not positive and finite.
 
     Example:
       >>> import jaxmp
@@ -166,6 +168,7 @@ def reduce_gradients(
       [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     """
     param_layout.check_is_layout(layout, "reduce_gradients(grads, layout)")
+    check_sum(dtype, predivide)
     collectives.named_axes(layout.axis_name)
     devices = layout.mesh.shape[layout.axis_name]
 

@@ -20,6 +20,8 @@ from jaxmp._src.devices import collectives
 from jaxmp._src.distributed import gathered_params
 from jaxmp._src.fp8 import scale_leaves
 
+_DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.float16, jnp.bfloat16)))
+
 
 class ReducedState(optax.EmptyState):
     """The state of `reduce_gradients`: none, in a type of its own, since this transform may stand before the scale."""
@@ -31,7 +33,7 @@ def reduce_gradients(
     *,
     predivide: float | None = None,
 ) -> optax.GradientTransformation:
-    """A transform that replaces gradients by their mean over `axis_name`; chain it *before* `mixed_precision`.
+    """A transform that replaces gradients by their mean over `axis_name`; pass it as `before=` of `mixed_precision`.
 
         g <- (sum over devices of g_d / predivide) * (predivide / devices)
 
@@ -49,7 +51,8 @@ def reduce_gradients(
       An optax transform without state.
 
     Raises:
-      ValueError: an axis that is not bound; gradients of params that `jaxmp.fsdp` cuts over one of the axes.
+      ValueError: another dtype, or a divisor that is not positive and finite. At the update: an axis that is not bound;
+        gradients of params that `jaxmp.fsdp` cuts over one of the axes.
 
     Example:
       >>> tx = reduce_gradients(dtype=jnp.float32)
@@ -60,6 +63,8 @@ def reduce_gradients(
     References:
       FairScale, fairscale/nn/data_parallel/fully_sharded_data_parallel.py; torch FSDP's gradient_predivide_factor.
     """
+
+    check_sum(dtype, predivide)
 
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, ReducedState]:
         del params
@@ -76,6 +81,14 @@ def reduce_gradients(
         return scale_leaves.merge(amaxes, collectives.mean_over(grads, axes, dtype=dtype, predivide=factor)), state
 
     return optax.GradientTransformation(lambda params: ReducedState(), update_fn)
+
+
+def check_sum(dtype: Any, predivide: float | None) -> None:
+    """Raises a ValueError for a dtype of a sum of gradients, or a divisor, with which it is none."""
+    if dtype is not None and jnp.dtype(dtype) not in _DTYPES:
+        raise ValueError(f"gradients are summed in float32, float16, bfloat16 or None (their own); got {dtype}.")
+    if isinstance(predivide, int | float) and not 0 < predivide < math.inf:
+        raise ValueError(f"predivide must be positive and finite; got {predivide}. None is FSDP's rule.")
 
 
 def predivide_or_rule(predivide: float | None, dtype: Any, axes: tuple[str, ...]) -> float:

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmp._src.loss_scale import dynamic
 
@@ -30,8 +31,11 @@ def from_state_dict(loss_scale: Any, state_dict: dict[str, Any]) -> dynamic.Dyna
             f"a state dict must have {', '.join(_NEEDED)}; it lacks {', '.join(missing)}. Pass what "
             f"GradScaler.state_dict() returned."
         )
-    growth_factor, backoff_factor = float(state_dict["growth_factor"]), float(state_dict["backoff_factor"])
-    factors: Any = dict(zip(_FACTORS, (growth_factor, backoff_factor, int(state_dict["growth_interval"])), strict=True))
+    scale, interval = np.float32(state_dict["scale"]), state_dict["growth_interval"]
+    check_positive(scale)
+    if int(interval) != interval:
+        raise ValueError(f"growth_interval must be a whole number of steps; got {interval}.")
+    factors: Any = {name: float(state_dict[name]) for name in _FACTORS} | {"growth_interval": int(interval)}
     dynamic.DynamicLossScale(**factors)  # raises if one is out of range
     _, rule = _as_dynamic(loss_scale).tree_flatten_with_keys()
     rule = dataclasses.replace(rule, **factors)
@@ -39,11 +43,17 @@ def from_state_dict(loss_scale: Any, state_dict: dict[str, Any]) -> dynamic.Dyna
     return dynamic.DynamicLossScale.tree_unflatten(
         rule,
         (
-            jnp.asarray(state_dict["scale"], jnp.float32),
+            jnp.asarray(scale),
             jnp.asarray(state_dict["_growth_tracker"], jnp.int32),
             jnp.asarray(left, jnp.int32),
         ),
     )
+
+
+def check_positive(scale: Any) -> None:
+    """Raises a ValueError for what scales no loss."""
+    if not np.all((np.asarray(scale) > 0) & np.isfinite(scale)):
+        raise ValueError(f"a loss scale must be positive and finite; got {scale}. Pass a new one, such as 2.0**16.")
 
 
 def _as_dynamic(loss_scale: Any) -> dynamic.DynamicLossScale:

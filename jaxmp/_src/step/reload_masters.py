@@ -3,7 +3,7 @@
 A step computes the 16-bit params from their masters. So if only the params are replaced, the next step restores the old
 values. A master has bits that its param lacks; where the params before are known, unchanged elements keep these bits:
 
-    m' = m           where the param before, in the dtype of the new one, equals the new one
+    m' = m           where the new param has the dtype and the value of the one before
     m' = f32(new)    elsewhere
 """
 
@@ -32,8 +32,8 @@ def reload_master_params(opt_state: Any, params: PyTree, *, before: PyTree | Non
     Args:
       opt_state: state of `mixed_precision` or `keep_master_params`.
       params: the new params, in float32 (the masters then have full precision) or in the policy's dtypes.
-      before: the params that `opt_state` belongs to: where an element did not change, its master keeps all its bits, as
-        weights that are clipped after each step need it. None: every master is made from `params`.
+      before: the params that `opt_state` belongs to: where dtype and value of an element stayed, its master keeps
+        all its bits, as weights that are clipped after each step need it. None: every master is made from `params`.
 
     Returns:
       `opt_state` with new masters, each in its own buffer, in the memory and with the sharding of the old one.
@@ -68,11 +68,11 @@ def reload_master_params(opt_state: Any, params: PyTree, *, before: PyTree | Non
         if old is not None and new[path] is old[path]:
             return master
         made = _as_master(_in_float32(new[path]), master)
-        if old is None:
+        if old is None or new[path].dtype != old[path].dtype:
             return made
-        rounded = casting.cast_float(_in_float32(old[path]), jnp.asarray(new[path]).dtype, saturate=True)
-        kept = jnp.where(rounded == new[path], host_memory.to_device(jnp.asarray(master)), host_memory.to_device(made))
-        return _placed(kept, master)
+        is_old = jnp.equal(*host_memory.to_device((placed(jnp.asarray(new[path]), old[path]), jnp.asarray(old[path]))))
+        kept, made = host_memory.to_device((jnp.asarray(master), made))
+        return placed(jnp.where(placed(is_old, kept), kept, made), master)
 
     def remade(state: states.StepState) -> states.StepState:
         if state.master_params is None:
@@ -126,10 +126,10 @@ def _in_float32(x: Any) -> Any:
 def _as_master(value: Array, master: Array) -> Array:
     """The float32 `value` of a param as the state keeps it, where `master` is."""
     is_split = masters_lib.is_remainder(master)
-    return _placed(masters_lib.remainder_of(value, master.dtype) if is_split else value, master)
+    return placed(masters_lib.remainder_of(value, master.dtype) if is_split else value, master)
 
 
-def _placed(x: Array, like: Any) -> Array:
+def placed(x: Array, like: Any) -> Array:
     """`x` in the memory of `like` and, outside of a trace, with the sharding that was chosen for it."""
     if isinstance(x, Tracer) or isinstance(like, Tracer | np.ndarray):
         return x if isinstance(like, np.ndarray) else host_memory.as_before(x, like)

@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxmp._src.base import tree_paths
+from jaxmp._src.devices import host_memory
 from jaxmp._src.fp8 import delayed
 from jaxmp._src.loss_scale import dynamic, static
 from jaxmp._src.numerics import casting
@@ -379,19 +380,19 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
         if master is None:
             return casting.cast_floats(param, jnp.float32)
         pairs = zip(jax.tree.leaves(param), jax.tree.leaves(master), strict=True)
-        whole = [m if m.dtype == jnp.float32 else moments.join(_upper_half(p), m) for p, m in pairs]
+        whole = [m if m.dtype == jnp.float32 else _joined(p, m) for p, m in pairs]
         return jax.tree.unflatten(jax.tree.structure(param), whole)
 
     found = masters_of(opt_state, params)
     return jax.tree.map(in_float32, params, found, is_leaf=tree_paths.is_box)
 
 
-def _upper_half(param: Array) -> Array:
+def _joined(param: Array, remainder: Array) -> Array:
     if param.dtype != jnp.bfloat16:
         raise ValueError(
             f"a split master must get its bfloat16 param; got {param.dtype}. Pass the params of apply_gradients."
         )
-    return param
+    return host_memory.as_before(moments.join(*host_memory.to_device((param, remainder))), remainder)
 
 
 def masters_of(opt_state: Any, params: PyTree) -> PyTree:
