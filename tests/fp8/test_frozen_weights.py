@@ -95,7 +95,7 @@ def test_layers_whose_scales_are_not_differentiated_cast_each_tensor_with_its_ow
     else:
         gradients, args = jaxmp.value_and_grad(loss), (params, frozen, X)
     with pytest.warns(
-        UserWarning, match=r"layers_1, layers_2, layers_3 are closed over .*multi_transform.*wrt=nnx\.Any"
+        UserWarning, match=r"layers_1, layers_2, layers_3 are closed over.*multi_transform.*wrt=nnx\.Any"
     ):
         _, grads = jax.jit(gradients)(*args, opt_state=opt_state)
     got = grads["layers_0"]["bias"] / jaxmp.get_loss_scale(opt_state)
