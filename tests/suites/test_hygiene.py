@@ -111,6 +111,11 @@ def test_donated_state_is_reused(name, how):
     assert bool(jaxmp.all_finite(new))  # what was not computed, too: `jax_debug_nans` looks at all results
 
 
+counts_copies = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="XLA of jax 0.10 copies what branches hand on, two arrays of each param"
+)
+
+
 def copies_on_eight_devices(step, state, grads):
     """How many arrays of 1 KiB or more a program copies, params and state donated and split over eight devices."""
     state, grads = fsdp(mesh_of(devices=8), (state, grads))
@@ -120,6 +125,7 @@ def copies_on_eight_devices(step, state, grads):
     return sum(np.prod([int(n) for n in shape.split(",")]) >= 512 for shape in found)
 
 
+@counts_copies
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 @pytest.mark.parametrize("how", ["apply_gradients", "update"])
@@ -138,6 +144,7 @@ def test_nothing_is_copied_where_devices_share_the_state(name, how):
     assert copies_on_eight_devices(step, (params, tx.init(params32)), params) == 0
 
 
+@counts_copies
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["apply_gradients", "update"])
 def test_multi_steps_inside_copies_no_more_than_by_hand(how):
