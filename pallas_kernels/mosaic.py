@@ -5,14 +5,14 @@ the function that uses it: only jax versions with kernels have all of these name
 """
 
 from jax.experimental.mosaic.gpu import (
-    FragmentedArray as FragmentedArray,
+    FragmentedArray,
     c as constant,
-    thread_idx as thread_idx,
-    utils as utils,
-    when as when,
+    thread_idx,
+    utils,
+    when,
 )
-from jax.experimental.mosaic.gpu.fragmented_array import Tiling as Tiling
-from jaxlib.mlir import ir as ir
-from jaxlib.mlir.dialects import arith as arith, memref as memref, vector as vector
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
 
 __all__ = ["FragmentedArray", "Tiling", "arith", "constant", "ir", "memref", "thread_idx", "utils", "vector", "when"]

@@ -1,5 +1,6 @@
 """What a step costs beyond its arithmetic: programs, copies, messages between devices; and what a profile shows."""
 
+import functools
 import itertools
 import re
 
@@ -72,16 +73,21 @@ def loss_fn(params, x):
     return jnp.mean(x.astype(F32))
 
 
+def moved(tx, how, state, grads):
+    """The optimizer side of a step, written in one way or the other."""
+    params, opt_state = state
+    if how == "apply_gradients":
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
 def step_with(tx, how):
     """A whole step; `how` its optimizer side is written."""
 
     def step(state, x):
-        params, opt_state = state
-        _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=opt_state)
-        if how == "apply_gradients":
-            return jaxmp.apply_gradients(tx, grads, opt_state, params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        _, grads = jaxmp.value_and_grad(loss_fn)(state[0], x, opt_state=state[1])
+        return moved(tx, how, state, grads)
 
     return step
 
@@ -132,15 +138,7 @@ def copies_on_eight_devices(step, state, grads):
 def test_nothing_is_copied_where_devices_share_the_state(name, how):
     policy, tx, params32 = make_policy(name), make_tx(name), make_params(12)
     del params32["norm"]
-
-    def step(state, grads):
-        params, opt_state = state
-        if how == "apply_gradients":
-            return jaxmp.apply_gradients(tx, grads, opt_state, params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    params = policy.cast_to_param(params32)
+    params, step = policy.cast_to_param(params32), functools.partial(moved, tx, how)
     assert copies_on_eight_devices(step, (params, tx.init(params32)), params) == 0
 
 
@@ -160,13 +158,7 @@ def test_multi_steps_inside_copies_no_more_than_by_hand(how):
         masters, inner_state = jax.tree.map(lambda n, o: jnp.where(taken, n, o), new, (masters, inner_state))
         return jax.tree.map(lambda m, p: m.astype(p.dtype), masters, params), (masters, inner_state)
 
-    def ours(state, grads):
-        params, opt_state = state
-        if how == "apply_gradients":
-            return jaxmp.apply_gradients(tx, grads, opt_state, params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
+    ours = functools.partial(moved, tx, how)
     hand = copies_on_eight_devices(by_hand, (params, (params32, inner.init(params32))), params)
     assert 0 < copies_on_eight_devices(ours, (params, tx.init(params32)), params) <= hand
 

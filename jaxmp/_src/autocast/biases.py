@@ -77,7 +77,7 @@ def find_biases(jaxpr: Any, lists: CastLists, inputs: Sequence[Value] | None = N
         if not cast_lists.is_linear_algebra(eqn) and (functions := jaxprs.functions_of(eqn)):
             given, found = [Value(v.sources, v.is_input) for v in operands], []
             for function in functions:
-                consts, carry, rows = function.parts(function.inputs(given))
+                consts, carry, rows = function.parts(given)
                 carry = [v._replace(is_input=False) for v in carry]  # it is computed
                 found.append(find_biases(function.jaxpr, here, [*consts, *carry, *rows]))
             inside[i] = tuple(found)

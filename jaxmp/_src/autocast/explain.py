@@ -403,7 +403,7 @@ def _matmuls_inside(eqn: Any, module: str, times: int) -> list[_Matmul]:
     repeats = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
     found = []
     for function in functions:
-        for inner in function[0].eqns:
+        for inner in function.jaxpr.eqns:
             here = "/".join(part for part in (module, regions.scope_of(str(inner.source_info.name_stack))) if part)
             if inner.primitive.name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
                 found.append(_Matmul(here, inner, repeats, None))
@@ -413,7 +413,7 @@ def _matmuls_inside(eqn: Any, module: str, times: int) -> list[_Matmul]:
 
 def _narrow_dtype(functions: Any) -> str | None:
     """The dtype below 16 bits in which functions hold operands: the narrowest that they cast to, and none of scales."""
-    casts = (e for f in functions for e in jaxprs.equations(f[0]) if e.primitive.name == "convert_element_type")
+    casts = (e for f in functions for e in jaxprs.equations(f.jaxpr) if e.primitive.name == "convert_element_type")
     dtypes = {e.params["new_dtype"] for e in casts} - {np.dtype(jnp.float8_e8m0fnu)}
     narrow = [d for d in dtypes if jnp.issubdtype(d, jnp.floating) and jnp.finfo(d).bits < 16]
     return min(narrow, key=lambda d: (jnp.finfo(d).bits, d.name)).name if narrow else None

@@ -268,8 +268,8 @@ class Interpreter:
 
     def _while(self, eqn: Any, functions: Any, operands: list[Value], at: At, uses: Any) -> list[Any]:
         (test, body), at = functions, at._replace(in_loop=True)
-        of_test, _, _ = test.parts(test.inputs(operands))
-        consts, carry, _ = body.parts(body.inputs(operands))
+        of_test, _, _ = test.parts(operands)
+        consts, carry, _ = body.parts(operands)
         carry = self._carried(eqn, carry, body, at)
         if loop_sums.stops_by_floats(test, body):
             carry = [v.holds(v.array, dtype=FLOAT32) if v.dtype in FLOATS else v for v in carry]

@@ -106,7 +106,7 @@ class Measurement:
         if name == "cond":
             branch = functions[min(max(int(operands[0].low), 0), len(functions) - 1)]
             return self._run(branch, branch.inputs(operands), stack)
-        if name in ("scan", "while") and not (name == "while" and functions[0][0].outvars[0].aval.ndim):
+        if name in ("scan", "while") and not (name == "while" and functions[0].jaxpr.outvars[0].aval.ndim):
             out = getattr(self, f"_{name}")(eqn, functions, operands, stack)
         else:
             low = _bind(eqn, [v.low for v in operands])
@@ -161,8 +161,8 @@ class Measurement:
 
     def _while(self, eqn: Any, functions: Any, operands: list[_Value], stack: str) -> list[_Value]:
         test, body = functions
-        of_test, carry, _ = test.parts(test.inputs(operands))
-        consts, _, _ = body.parts(body.inputs(operands))
+        of_test, carry, _ = test.parts(operands)
+        consts, _, _ = body.parts(operands)
         while bool(self._run(test, [*of_test, *carry], stack)[0].low):
             carry = self._run(body, [*consts, *carry], stack)
         return carry
@@ -171,7 +171,7 @@ class Measurement:
 def functions_of(eqn: Any) -> Any:
     """`jaxprs.functions_of`, and the function of a call with a rule for vmap."""
     is_call = eqn.primitive.name == vmap_rules.NAME
-    return (jaxprs.open_jaxpr(eqn.params["body"]),) if is_call else jaxprs.functions_of(eqn)
+    return (jaxprs.Inner(*jaxprs.open_jaxpr(eqn.params["body"])),) if is_call else jaxprs.functions_of(eqn)
 
 
 def _constant(x: Any, aval: Any) -> _Value:

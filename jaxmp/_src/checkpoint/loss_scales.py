@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._src.loss_scale import dynamic, torch_state
+from jaxmp._src.loss_scale import dynamic, protocol, torch_state
 from jaxmp._src.step import state as states, state_arrays
 
 _MEGATRON = ("scale", "growth_tracker", "hysteresis_tracker")
@@ -66,7 +66,7 @@ def _numbers(saved: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
 
 def _at(rule: dynamic.DynamicLossScale, scale: float, count: int, left: int) -> dynamic.DynamicLossScale:
     """`rule` with another scale, count, and rest of the hysteresis."""
-    torch_state.check_positive(scale)
+    protocol.check_positive(scale)
     left = left if count or left else 1  # 1 and 0 act alike, but counts that are all 0 mean a static scale
     return jax.tree.structure(rule).unflatten([jnp.float32(scale), jnp.int32(count), jnp.int32(left)])
 
@@ -119,7 +119,7 @@ def set_loss_scale(opt_state: Any, loss_scale: Any) -> Any:
     is_number = not isinstance(loss_scale, dynamic.DynamicLossScale)
     old = _only(opt_state)
     new = old._replace(loss_scale=jnp.float32(loss_scale)) if is_number else states.scaling_state(loss_scale)
-    torch_state.check_positive(new.loss_scale)
+    protocol.check_positive(new.loss_scale)
 
     def replaced(x: Any) -> Any:
         if not isinstance(x, states.LossScaleState):

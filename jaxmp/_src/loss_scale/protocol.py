@@ -62,6 +62,12 @@ def as_loss_scale(loss_scale: Any) -> Any:
     return loss_scale
 
 
+def check_positive(scale: Any) -> None:
+    """Raises a ValueError for what scales no loss."""
+    if not np.all((np.asarray(scale) > 0) & np.isfinite(scale)):
+        raise ValueError(f"a loss scale must be positive and finite; got {scale}. Pass a new one, such as 2.0**16.")
+
+
 def _from_jmp(scaler: jmp.DynamicLossScale) -> DynamicLossScale:
     # jmp's own class loses `min_loss_scale` in a pytree round trip, and raises on a float16 scale.
     new = DynamicLossScale.preset(

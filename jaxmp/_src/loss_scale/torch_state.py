@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._src.loss_scale import dynamic
+from jaxmp._src.loss_scale import dynamic, protocol
 
 _FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
 _NEEDED = ("scale", *_FACTORS, "_growth_tracker")
@@ -32,7 +32,7 @@ def from_state_dict(loss_scale: Any, state_dict: dict[str, Any]) -> dynamic.Dyna
             f"GradScaler.state_dict() returned."
         )
     scale, interval = np.float32(state_dict["scale"]), state_dict["growth_interval"]
-    check_positive(scale)
+    protocol.check_positive(scale)
     if int(interval) != interval:
         raise ValueError(f"growth_interval must be a whole number of steps; got {interval}.")
     factors: Any = {name: float(state_dict[name]) for name in _FACTORS} | {"growth_interval": int(interval)}
@@ -48,12 +48,6 @@ def from_state_dict(loss_scale: Any, state_dict: dict[str, Any]) -> dynamic.Dyna
             jnp.asarray(left, jnp.int32),
         ),
     )
-
-
-def check_positive(scale: Any) -> None:
-    """Raises a ValueError for what scales no loss."""
-    if not np.all((np.asarray(scale) > 0) & np.isfinite(scale)):
-        raise ValueError(f"a loss scale must be positive and finite; got {scale}. Pass a new one, such as 2.0**16.")
 
 
 def _as_dynamic(loss_scale: Any) -> dynamic.DynamicLossScale:

@@ -302,9 +302,9 @@ class _Walker:
 
     def loop(self, functions: Any, operands: list[Any], tainted: list[Taint], place: _Place) -> list[Taint]:
         (test, body), walks = functions, []
-        of_test, _, _ = test.parts(test.inputs(operands))
-        consts, carry, _ = body.parts(body.inputs(operands))
-        of_consts, taints, _ = body.parts(body.inputs(tainted))
+        of_test, _, _ = test.parts(operands)
+        consts, carry, _ = body.parts(operands)
+        of_consts, taints, _ = body.parts(tainted)
         holds, run = (jax.jit(jaxprs.jaxpr_as_function(f.jaxpr, f.consts)) for f in functions)
 
         @jax.jit

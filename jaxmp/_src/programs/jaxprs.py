@@ -100,10 +100,10 @@ class Inner(NamedTuple):
         constants = operands[self.first : self.first + self.n_consts]
         return [*constants, *operands[self.first + self.n_consts + self.skipped :]]
 
-    def parts(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Constants, what is carried, and rows of what is scanned, of inputs of the function."""
-        n, m = self.n_consts, self.n_consts + self.n_carry
-        return list(inputs[:n]), list(inputs[n:m]), list(inputs[m:])
+    def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """The same in three: constants, what is carried, and what is scanned."""
+        inputs, n, m = self.inputs(operands), self.n_consts, self.n_consts + self.n_carry
+        return inputs[:n], inputs[n:m], inputs[m:]
 
 
 def functions_of(eqn: Any) -> tuple[Inner, ...]:
