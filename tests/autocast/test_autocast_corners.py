@@ -268,7 +268,7 @@ CLOSURES: dict[str, Any] = {
 }
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("closure", CLOSURES.values(), ids=CLOSURES)
 def test_nothing_holds_the_arrays_of_a_function_that_is_gone(closure: Any) -> None:
     w = W + 1
@@ -478,7 +478,7 @@ BODIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 @pytest.mark.parametrize("low", [False, True], ids=["float32 params", "16-bit params"])
 def test_auto_axes_in_a_mesh_with_explicit_axes(low: bool, body: Any) -> None:

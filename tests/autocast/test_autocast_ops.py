@@ -263,7 +263,7 @@ def test_every_recorded_operation_has_a_counterpart():
     assert COUNTERPARTS.keys() == OPS.keys() >= DEVIATIONS.keys()
 
 
-@pytest.mark.thorough(50)
+@pytest.mark.thorough(30)
 @pytest.mark.parametrize("where", ["inside", "at the border"])
 @pytest.mark.parametrize("name", COUNTERPARTS)
 def test_the_dtype_is_torchs(name, where):

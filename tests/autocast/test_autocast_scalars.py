@@ -61,7 +61,7 @@ def test_a_computed_scalar_takes_part_in_float32(case: str, dtype: Any) -> None:
     assert np.all(np.abs(np.asarray(out, np.float64) - expected) <= ulps * unit)
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @both_dtypes
 @pytest.mark.parametrize("around", AROUND)
 def test_inside_and_outside_of_transformations(around: str, dtype: Any) -> None:

@@ -139,7 +139,7 @@ def test_products_of_few_elements_are_float32(name, dtype):
     np.testing.assert_allclose(y, fn(*map(jnp.asarray, args)), rtol=1e-6)
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @both_dtypes
 @pytest.mark.parametrize(
     "product",

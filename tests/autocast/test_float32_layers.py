@@ -61,7 +61,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("policy", EXPECTED)
 @pytest.mark.parametrize("net", [Net, NnxNet])
 def test_it_runs_as_a_layer_without_a_dtype_unless_a_policy_names_its_params(net, policy):
@@ -127,6 +127,7 @@ def in_bfloat16(head, x):
         return head(x)
 
 
+@pytest.mark.thorough(7)
 @pytest.mark.parametrize(
     ("model", "policy", "keep_fp32", "expected"),
     [

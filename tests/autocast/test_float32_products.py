@@ -80,6 +80,7 @@ def check(dtype, loss, grad):
     np.testing.assert_array_less(np.abs(grad - grads), 2 * eps * sizes + 3e-7)
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(("make_step", "model"), [(linen_step, Linen), (nnx_step, Nnx)], ids=["linen", "nnx"])
 @DTYPES
 def test_logits_beyond_float16(dtype, make_step, model):
@@ -153,7 +154,7 @@ WAYS = {
 @pytest.mark.parametrize("inside", [True, False], ids=["in autocast", "around autocast"])
 @pytest.mark.parametrize("way", WAYS)
 @DTYPES
-@pytest.mark.thorough(5)
+@pytest.mark.thorough(3)
 def test_transformed(dtype, way, inside):
     """Under transformations, in both modes of derivatives."""
     cast = functools.partial(jaxmp.autocast, dtype=dtype)
@@ -198,7 +199,7 @@ SPREAD = {
 @pytest.mark.parametrize("reduce_dtype", [None, "float32"])
 @pytest.mark.parametrize("way", SPREAD)
 @DTYPES
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(2)
 def test_spread(dtype, way, reduce_dtype):
     """Over devices that compute the same, or microbatches: numbers as of one device."""
     policy = jaxmp.get_policy("fp16" if dtype == F16 else "bf16", reduce_dtype=reduce_dtype)

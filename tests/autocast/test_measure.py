@@ -160,7 +160,7 @@ def worst(fault: Any, framework: str, **options: Any) -> Any:
     return jaxmp.explain_autocast(loss, *arguments, policy=policy, measure=True, **options)
 
 
-@pytest.mark.thorough(6)
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_planted_layer_is_among_the_worst(fault, framework):
@@ -172,7 +172,7 @@ def test_the_planted_layer_is_among_the_worst(fault, framework):
     assert {row.name for row in rows if name in row.module}
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_healthy_model_adds_a_few_roundings(framework):
     for grad in (False, True):

@@ -165,7 +165,7 @@ def gaps(name: str, dtype: Any, n: int) -> dict[str, float]:
     return {"value": roundings(y, exact, y.dtype), "grad": roundings(grad[places], exact_grad[places], dtype)}
 
 
-@pytest.mark.thorough(6)
+@pytest.mark.thorough(4)
 @both_dtypes
 @pytest.mark.parametrize("name", SUMS)
 def test_sums_are_as_exact_as_in_float32(name, dtype):

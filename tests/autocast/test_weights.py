@@ -59,7 +59,7 @@ COMPUTED = {
 }
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_an_input_moved_or_cast_is_a_weight(name):
     loss = inner(WEIGHTS[name])

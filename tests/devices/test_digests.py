@@ -44,6 +44,7 @@ def test_changes_of_many_elements_are_seen():
     assert digest(nans[:1]) != digest(nans[1:])
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_devices_do_not_count(kind, dtype):

@@ -150,7 +150,7 @@ def test_linen(way, policy, monkeypatch):
         np.testing.assert_allclose(got, biases(others)[path], rtol=2**-5, atol=0.2)  # jax sums in bfloat16
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("way", ["plain", "general", "off", "remat", "split by flax", "off, general"])
 def test_nnx(way):
     """A layer of nnx hands its bias to the product, also a float32 one beside 16 bits; without fp8 it is flax's."""

@@ -201,7 +201,7 @@ def lowered_for_gpu(recipe, capability, monkeypatch, side=64):
     return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("recipe", "capability", "side", "products"),
     [

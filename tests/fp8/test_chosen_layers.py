@@ -105,6 +105,7 @@ WAYS = {
 TWO = {"*up": fp8.CurrentScaling(fp8_format="E4M3"), "*": RECIPE}
 
 
+@pytest.mark.thorough(10)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize(
     ("names", "recipe", "chosen", "expected"),
@@ -185,6 +186,7 @@ def test_idle_recipes_are_warned_of():
             way(NAMES, recipes, None)
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("way", ["function", "region", "jit"])
 def test_autocast_of_a_policy_warns_as_fp8_autocast_does(way):
     init = LinenModel(NAMES[:2]).init
@@ -213,6 +215,7 @@ class Own(nn.Module):
         return nn.Dense(SIDE)(nn.Dense(SIDE, dot_general_cls=jaxmp.linen.Fp8DotGeneral)(x))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("region", [fp8.autocast, lambda: jaxmp.autocast("fp8")], ids=["fp8", "policy"])
 @pytest.mark.parametrize("model", [Experts(), Own()], ids=["experts", "own product"])
 def test_a_model_with_a_product_in_fp8_of_its_own_is_not_one_without(model, region):

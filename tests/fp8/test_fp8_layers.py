@@ -123,6 +123,7 @@ def test_current_scaling_needs_no_leaves():
     assert not jax.tree.leaves(nnx.state(model, jaxmp.nnx.Fp8Scale))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("promotes", [False, True])
 def test_promote_all_but_kernel_keeps_the_gradient_of_the_kernel_in_float32(promotes):
     """flax casts the kernel to the layer's dtype, and its gradient is rounded on the way back."""
@@ -173,7 +174,7 @@ class Model(nn.Module):
 INNER = ["blocks_0/down", "blocks_0/up"]
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
@@ -194,6 +195,7 @@ def test_filters(chosen, expected):
     assert_within_ulps(without_leaves(params), init(Model(), X), 4)  # drawn by two programs
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("method", ["__call__", "encode"])
 def test_every_method_runs_the_layers_that_hold_scales(method):
     """`encode` is a part of the model: its last layer is not the last layer of the model."""
@@ -313,7 +315,7 @@ KINDS = {  # the layers of the model, and the shape of their leaves
 }
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(("call", "layer", "shape"), KINDS.values(), ids=KINDS)
 def test_models_of_all_kinds_train(call, layer, shape):
     model = Net(call)

@@ -63,7 +63,7 @@ def compiled(recipe):
     return all_of
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", RECIPES)
 def test_result_and_gradients_are_those_of_float32(name, sizes):

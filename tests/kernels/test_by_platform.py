@@ -242,6 +242,7 @@ def test_in_a_scan_a_branch_for_a_cpu_and_none_for_a_gpu():
     assert_exact(f(flags, x), jnp.full(3, -1.0))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("taken", [True, False])
 def test_derivatives_are_those_of_what_was_chosen(taken):
     def f(x, taken):
@@ -279,7 +280,7 @@ def test_under_vmap_each_decides_for_itself():
     assert_exact(together(jnp.ones(3, bool), x), x - x.mean(0, keepdims=True))
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("bad", [None, 5])
 def test_in_shard_map_devices_that_agree_branch_together(check_vma, bad):

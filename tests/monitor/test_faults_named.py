@@ -538,7 +538,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.filterwarnings("ignore:scaled gradients must not be clipped")
 def test_a_fault_is_named_within_50_steps(name):

@@ -73,7 +73,7 @@ def compiled(how):
     return jax.jit(mapped)
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", HOW)
 def test_a_param_that_was_changed_between_two_samples(how):
     params, opt_state = start()

@@ -121,7 +121,7 @@ def test_decisions_and_scales(case):
         assert_exact(metrics["hysteresis_left"], rows_of(case, 6, np.int32))
 
 
-@pytest.mark.thorough(5)
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("case", CASES.values(), ids=name_of)
 def test_norms_and_zeros(case):
     *_, metrics, _ = replay(case["name"], skip_nonfinite=case["name"] != POISONED)

@@ -76,7 +76,7 @@ def trained(kind, form):
     return tx, params, state
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", BOXES)
 def test_a_step_is_that_without_boxes(kind, form):

@@ -88,7 +88,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(("steps", "policy", "options"), CASES)
 def test_only_the_first_step_compiles(steps, policy, options):
     step = steps(policy, **options)

@@ -153,7 +153,7 @@ def test_keep_if_skipped_after_a_trial_of_the_same_state():
 # On every platform
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "options", [{}, {"policy": "bf16", "remainder_bits": 16}, {"policy": "bf16", "remainder_bits": 8}]
 )

@@ -150,7 +150,7 @@ def test_stale_masters_are_counted_in_one_sum_of_rows_on_a_gpu():
     assert sums == [of_gradients] * 2 + [of_masters] * 2
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("chain", CHAINS)
 def test_apply_gradients_is_update_and_apply_updates(chain):
     """Good and skipped steps in every place where `mixed_precision` may stand; masters are found in all of them."""

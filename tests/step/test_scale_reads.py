@@ -185,7 +185,7 @@ def test_the_same_gradients_twice_are_warned_of():
         trace(step_of_other_arrays, PARAMS, tx.init(PARAMS), X)
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["argument", "closed over", "eager", "update", "in a scan", "nnx"])
 def test_a_stale_opt_state_is_warned_of(how):
     tx = mixed()

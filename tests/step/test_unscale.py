@@ -459,7 +459,7 @@ def test_metrics_are_nan_where_not_computed():
         assert np.isnan(metrics[name]), name
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("jitted", [True, False])
 def test_the_largest_gradient_of_the_last_step_taken(policy, jitted):

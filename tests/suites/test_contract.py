@@ -140,7 +140,7 @@ def test_extra_arguments_reach_the_inner_transform(wrap):
     assert seen["value"] == 3.0 and seen["unknown"] == "text"
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @each_program
 def test_jit_equals_eager(name):
     c = case(name)
@@ -162,7 +162,7 @@ def test_the_second_call_compiles_nothing_and_the_state_keeps_its_type(name):
     assert types((state, updates)) == before
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @each_program
 def test_vmap_equals_a_loop(name):
     """An ensemble under vmap: one member overflows and is skipped, the others are not."""
@@ -284,7 +284,7 @@ def test_nnx_optimizer(name):
     assert not np.array_equal(after["dense"]["kernel"], before["dense"]["kernel"])
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("devices", [1, 8])
 @each_program
 def test_types_are_stable_on_an_explicit_mesh(name, devices):
