@@ -179,9 +179,10 @@ def evaluate(
 
 def with_operands(jaxpr: Any) -> Any:
     """An open jaxpr that takes its constants as its first operands."""
-    names = ("",) * (len(jaxpr.constvars) + len(jaxpr.invars)), ("",) * len(jaxpr.outvars)
-    about = core.DebugInfo("by_platform", jaxpr.debug_info.func_src_info, *names)
-    return core.Jaxpr((), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, jaxpr.effects, about)
+    operands = [*jaxpr.constvars, *jaxpr.invars]
+    about = jaxpr.debug_info
+    about = core.DebugInfo(about.traced_for, about.func_src_info, ("",) * len(operands), ("",) * len(jaxpr.outvars))
+    return core.Jaxpr((), operands, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, about, jaxpr.is_high)
 
 
 def equations(jaxpr: Any, seen: set[core.Jaxpr] | None = None) -> Iterator[Any]:
@@ -309,12 +310,7 @@ def without_scope(eqn: Any) -> Any:
 def without_constants(like: Any, closed: Any) -> tuple[Any, tuple[Any, ...]]:
     """A jaxpr that takes its constants as its first operands, closed or open as `like` is; and these constants."""
     jaxpr, consts = open_jaxpr(closed)
-    if not consts:
-        return closed if hasattr(like, "consts") else jaxpr, ()
-    names = ("",) * (len(consts) + len(jaxpr.invars)), ("",) * len(jaxpr.outvars)
-    about = core.DebugInfo("autocast", jaxpr.debug_info.func_src_info, *names)
-    operands = [*jaxpr.constvars, *jaxpr.invars]
-    opened = core.Jaxpr((), operands, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, about, jaxpr.is_high)
+    opened = with_operands(jaxpr) if consts else jaxpr
     return (_closed(opened, ()) if hasattr(like, "consts") else opened), consts
 
 

@@ -76,29 +76,20 @@ def chain(stack: str, base: str = "") -> tuple[str, ...]:
 
     The name stack of an equation in a nested function begins at that function.
     """
-    *marked, rest = _pieces(without_regions(stack))
+    stack, start = without_regions(stack), 0
     found: list[str] = []
-    for scopes, path in marked:
+    for match in _MARKER.finditer(stack):
         # The scope right before a marker is flax's own name for the module.
-        found += _extended(base, scopes[:-1])
-        base = path
-        found.append(path)
-    found += _extended(base, rest[0])
+        found += _extended(base, _scopes(stack[start : match.start()])[:-1])
+        base, start = match[1], match.end()
+        found.append(base)
+    found += _extended(base, _scopes(stack[start:]))
     return tuple(dict.fromkeys(path for path in found if path))
 
 
 def path_of(stack: str) -> str:
     """The innermost module or scope of a name stack; "" at the top."""
     return (chain(stack) or ("",))[-1]
-
-
-def _pieces(stack: str) -> list[tuple[list[str], str]]:
-    """The scopes before each marker, with its path; and those after the last, with ""."""
-    found, start = [], 0
-    for marker in _MARKER.finditer(stack):
-        found.append((_scopes(stack[start : marker.start()]), marker[1]))
-        start = marker.end()
-    return [*found, (_scopes(stack[start:]), "")]
 
 
 def _scopes(text: str) -> list[str]:
