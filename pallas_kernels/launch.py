@@ -63,15 +63,14 @@ def regions(bucket: Sequence[Leaf], levels: Sequence[Level]) -> Iterator[Region]
         wide = [level._replace(vector=max(level.vector, WIDTH // narrowest)) for level in levels]
         wide = [old if new.size % (groups.THREADS * new.vector) else new for old, new in zip(levels, wide, strict=True)]
         for level in wide if group == 1 else _levels_of_groups(group):
-            block = level.pieces * level.size
             here, firsts, offsets = [], [0], []
             for i in members:
-                count = (math.prod(shape_of(bucket[i])) - done[i]) // block
+                count = (math.prod(shape_of(bucket[i])) - done[i]) // level.size
                 if count:
                     here.append(i)
                     firsts.append(firsts[-1] + count)
                     offsets.append(done[i])
-                    done[i] += count * block
+                    done[i] += count * level.size
             if here:
                 yield Region(start, level, tuple(here), tuple(firsts), tuple(offsets), group)
                 start += firsts[-1]
@@ -79,8 +78,8 @@ def regions(bucket: Sequence[Leaf], levels: Sequence[Level]) -> Iterator[Region]
 
 def _levels_of_groups(group: int) -> tuple[Level, ...]:
     """Blocks of several groups, if they fit into warps, then blocks of one group."""
-    wide = (Level(1, groups.BLOCK, groups.VECTOR),) if groups.fit(group) else ()
-    return (*wide, Level(1, group, group // groups.THREADS)) if group % groups.THREADS == 0 else wide
+    wide = (Level(groups.BLOCK, groups.VECTOR),) if groups.fit(group) else ()
+    return (*wide, Level(group, group // groups.THREADS)) if group % groups.THREADS == 0 else wide
 
 
 def takes_groups(group: int, size: int) -> bool:
@@ -166,63 +165,54 @@ def _run(
     """One block of a region: loads from its leaf, calls `f`, stores to its leaf."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    level, block = region.level, region.level.pieces * region.level.size
-    some = bucket[region.leaves[0]]
+    level, some = region.level, bucket[region.leaves[0]]
     n_numbers = numbers.shape[0] // len(bucket)
     j = i - region.start
     which = sum([(j >= first).astype(jnp.int32) for first in region.firsts[1:-1]], jnp.int32(0))
 
-    def place(k: int, piece: int) -> Any:
-        return (j - region.firsts[k]) * block + (region.offsets[k] + piece * level.size)
+    def place(k: int) -> Any:
+        return (j - region.firsts[k]) * level.size + region.offsets[k]
 
     def load(k: int) -> Any:
         leaf = region.leaves[k]
         access = _Access(level, math.prod(shape_of(bucket[leaf])), region.group, interpreted)
         states, _, _ = written[leaf]
-        refs = (*read[leaf], *states)
-        values = tuple(tuple(access.load(ref, place(k, piece)) for ref in refs) for piece in range(level.pieces))
+        values = tuple(access.load(ref, place(k)) for ref in (*read[leaf], *states))
         return values, tuple(numbers[leaf * n_numbers + n] for n in range(n_numbers))
 
-    def index(piece: int) -> Any:
-        start = place(0, piece)
+    def index() -> Any:
+        start = place(0)
         for k in range(1, len(region.leaves)):
-            start = jnp.where(which == k, place(k, piece), start)
+            start = jnp.where(which == k, place(k), start)
         if not level.vector:
             return start
         return plgpu.broadcasted_iota(jnp.int32, (level.size,), 0, layout=_layout(level)) + start
 
     of_leaf = [functools.partial(load, k) for k in range(len(region.leaves))]
-    pieces, own_numbers = lax.switch(which, of_leaf)
+    found, own_numbers = lax.switch(which, of_leaf)
     if not level.vector:
         plgpu.commit_smem()  # a barrier: every thread must read the scalar before any thread writes it
-    results: list[tuple[Any, ...]] = []
-    totals = [jnp.float32(0)] * program.n_sums
     access = _Access(level, math.prod(shape_of(some)), region.group, interpreted)
-    refs = (*some.reads, *some.states)
-    add_up = jnp.sum if level.vector else lambda x: x
-    for piece, found in enumerate(pieces):
-        loaded = [access.spread(ref, x) for ref, x in zip(refs, found, strict=True)]
-        values = Values(
-            tuple(loaded[: len(some.reads)]),
-            tuple(loaded[len(some.reads) :]),
-            own_numbers,
-            tuple(packed[k] for k in range(1, packed.shape[0])),
-            some.kind,
-            access.group_max,
-            functools.partial(index, piece),
-            in_kernel=True,
-        )
-        new, parts = program.f(values)
-        results.append(tuple(new))
-        for n, part in enumerate(parts):
-            totals[n] += add_up(part)
+    loaded = [access.spread(ref, x) for ref, x in zip((*some.reads, *some.states), found, strict=True)]
+    values = Values(
+        tuple(loaded[: len(some.reads)]),
+        tuple(loaded[len(some.reads) :]),
+        own_numbers,
+        tuple(packed[k] for k in range(1, packed.shape[0])),
+        some.kind,
+        access.group_max,
+        index,
+        in_kernel=True,
+    )
+    new, parts = program.f(values)
+    totals = [jnp.sum(part) if level.vector else part for part in parts]
+    totals += [jnp.float32(0)] * (program.n_sums - len(totals))
 
     def store(k: int) -> None:
         leaf = region.leaves[k]
         access = _Access(level, math.prod(shape_of(bucket[leaf])), region.group, interpreted)
-        for piece, new in enumerate(results):
-            for ref, x in zip([ref for part in written[leaf] for ref in part], new, strict=True):
-                access.store(ref, place(k, piece), x)
+        for ref, x in zip([ref for part in written[leaf] for ref in part], new, strict=True):
+            access.store(ref, place(k), x)
 
     lax.switch(which, [functools.partial(store, k) for k in range(len(region.leaves))])
     for n, total in enumerate(totals):

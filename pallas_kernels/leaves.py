@@ -20,9 +20,8 @@ class Leaf(NamedTuple):
 
 
 class Level(NamedTuple):
-    """A block size: `pieces` x `size` elements; each thread has runs of `vector` neighbours (0: a scalar)."""
+    """Blocks of `size` elements; each thread has runs of `vector` neighbours (0: a scalar)."""
 
-    pieces: int
     size: int
     vector: int
 

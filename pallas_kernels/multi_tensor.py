@@ -35,8 +35,8 @@ from pallas_kernels import groups, launch, views
 from pallas_kernels.leaves import Function, Leaf, Level, Result, Values, shape_of, signature_of
 from pallas_kernels.moments import flat_index
 
-UPDATE_LEVELS = (Level(1, 2048, 4), Level(1, groups.THREADS, 1), Level(1, 1, 0))
-READ_LEVELS = (Level(1, 8192, 8), Level(1, 1024, 8), Level(1, groups.THREADS, 1), Level(1, 1, 0))
+UPDATE_LEVELS = (Level(2048, 4), Level(groups.THREADS, 1), Level(1, 0))
+READ_LEVELS = (Level(8192, 8), Level(1024, 8), Level(groups.THREADS, 1), Level(1, 0))
 MOST = 128  # leaves per launch
 
 

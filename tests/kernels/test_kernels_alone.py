@@ -88,7 +88,7 @@ def test_blocks_cover_each_element_once():
     covered = {i: np.zeros(leaf.reads[0].size, int) for i, leaf in enumerate(leaves)}
     regions = list(launch.regions(leaves, levels))
     for region in regions:
-        block = region.level.pieces * region.level.size
+        block = region.level.size
         for k, leaf in enumerate(region.leaves):
             for j in range(region.firsts[k + 1] - region.firsts[k]):
                 start = region.offsets[k] + j * block
