@@ -162,7 +162,7 @@ def step_stats(
             grads=measure(grads),
             params=measure(params32),
             activations=None if activations is None else tensor_stats.over_microbatches(activations),
-            fp8=_fp8_stats(grads, opt_state, params, axes),
+            fp8=_fp8_stats(grads, params, axes),
             probes={
                 path: _probe(x).astype(jnp.float32)
                 for path, x in tensor_stats.float_leaves(params32)
@@ -223,7 +223,7 @@ def _may_be_frozen(opt_state: Any, params: PyTree) -> tuple[Paths, Paths]:
     return Paths(frozen), Paths(frozen | {path for path, x in leaves.items() if x.dtype == jnp.float32})
 
 
-def _fp8_stats(grads: PyTree, opt_state: Any, params: PyTree, axes: tuple[str, ...]) -> Fp8Stats:
+def _fp8_stats(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> Fp8Stats:
     leaves, found = tree_paths.leaves_by_path(params), Fp8Stats({}, {}, {})
     grads = scale_leaves.map_scales(
         lambda path, g: amax_records.observe([(g, leaves[path])]).amax.reshape(leaves[path].shape), grads
