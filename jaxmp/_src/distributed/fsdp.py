@@ -216,12 +216,11 @@ def save_all_but_gathered(policy: Any = None) -> Any:
       6.0
     """
 
-    def saveable(primitive: Any, *args: Any, **params: Any) -> Any:
-        if primitive.name in _GATHERS or params.get("name") == GATHERED:
-            return False
-        return True if policy is None else policy(primitive, *args, **params)
-
-    return saveable
+    return lambda primitive, *args, **params: (
+        primitive.name not in _GATHERS
+        and params.get("name") != GATHERED
+        and (policy is None or policy(primitive, *args, **params))
+    )
 
 
 def _mean_part(g: Array, layout: Layout, dim: int, dtype: Any, predivide: float | None) -> Array:

@@ -65,17 +65,8 @@ def lift(notes: ambient.Notes) -> None:
         _keep(found._replace(trace=here))
 
 
-def cuts_of(tree: PyTree) -> list[tuple[str, dict[str, int]]]:
-    """[(mesh axis, {path of a leaf: where it is cut})] of params or gradients that were gathered in this trace."""
-    return [(x.axis_name, dict(x.cut)) for x in _notes_of(tree) if not x.padded]
-
-
-def paddings_of(tree: PyTree) -> dict[str, tuple[int, int]]:
-    """{path of a leaf: (axis, length without padding)} of params or gradients that were gathered under plain jit."""
-    return {path: (axis, length) for x in _notes_of(tree) for path, axis, length in x.padded}
-
-
-def _notes_of(tree: PyTree) -> list[GatheredParams]:
+def notes_of(tree: PyTree) -> list[GatheredParams]:
+    """What was noted in this trace of params like `tree`: of their parts in `shard_map`, or padded under plain jit."""
     here = (compat.trace_state(), jax.tree.structure(tree), _shapes(tree))
     notes = ambient.now().notes.gathered_params
     return [x for x in notes if (x.trace, x.structure, x.shapes) == here]

@@ -69,10 +69,10 @@ def reduce_gradients(
     def update_fn(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, ReducedState]:
         del params
         axes = collectives.bound_axes(axis_name)
-        for axis, _ in gathered_params.cuts_of(updates):
-            if axis in axes:
+        for note in gathered_params.notes_of(updates):
+            if note.cut and note.axis_name in axes:
                 raise ValueError(
-                    f"gradients cut over {axis!r} must not be averaged over it. For it call "
+                    f"gradients cut over {note.axis_name!r} must not be averaged over it. For it call "
                     f"jaxmp.fsdp.reduce_gradients(grads, layout)."
                 )
         factor = predivide_or_rule(predivide, dtype, axes)

@@ -43,12 +43,15 @@ def check(
       grads, state, params: as the step got them.
     """
     in_float32 = lambda grads, state, params: update(grads, state, casting.cast_floats(params, jnp.float32))  # noqa: E731
-    for axis, cut in gathered_params.cuts_of(params):
-        _check_cut(axis, cut, in_float32, grads, state, params)
+    notes = gathered_params.notes_of(params)
+    for note in notes:
+        if note.cut:
+            _check_cut(note.axis_name, dict(note.cut), in_float32, grads, state, params)
     lengths = {keystr(path): jnp.shape(x) for path, x in tree_leaves_with_path(params)}
     padding = {
         path: (axis, length)
-        for path, (axis, length) in gathered_params.paddings_of(params).items()
+        for note in notes
+        for path, axis, length in note.padded
         if length < (1 - _MUCH_PADDING) * lengths[path][axis]
     }
     if padding and any(isinstance(x, Tracer) for x in jax.tree.leaves(grads)):
