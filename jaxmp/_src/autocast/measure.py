@@ -32,7 +32,7 @@ from jax.extend import core
 from jaxmp._src.autocast import cast_lists, regions
 from jaxmp._src.autocast.cast_lists import FLOAT32
 from jaxmp._src.base import vmap_rules
-from jaxmp._src.programs import jaxprs, module_paths
+from jaxmp._src.programs import array_functions, jaxprs, module_paths
 from pallas_kernels.by_platform import way_here
 
 _FLOAT32_WIDTH = jnp.finfo(FLOAT32).nmant
@@ -175,7 +175,7 @@ def functions_of(eqn: Any) -> Any:
 
 
 def _constant(x: Any, aval: Any) -> _Value:
-    return _value(x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x, getattr(aval, "dtype", None)))
+    return _value(x if array_functions.is_array(x) else np.asarray(x, getattr(aval, "dtype", None)))
 
 
 def _value(x: Any) -> _Value:
