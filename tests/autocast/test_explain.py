@@ -93,7 +93,6 @@ def test_linen_layers_in_fp8():
     assert "float8_e4m3fn" not in jaxmp.explain_autocast(loss, params, X, dtype="bf16").matmul_flops_by_dtype()
 
 
-@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     ("recipe", "name"),
     [
@@ -182,7 +181,6 @@ def test_a_function_without_matmuls():
     assert jaxmp.explain_autocast(jnp.sin, X).summary() == "matmul FLOPs: none"
 
 
-@pytest.mark.thorough(2)
 @pytest.mark.parametrize("measure", [False, True])
 @pytest.mark.parametrize("as_function", [lambda model: model, lambda model: model.__call__], ids=["model", "method"])
 def test_a_model_with_state_is_the_function(as_function, measure):

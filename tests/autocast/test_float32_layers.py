@@ -127,7 +127,6 @@ def in_bfloat16(head, x):
         return head(x)
 
 
-@pytest.mark.thorough(7)
 @pytest.mark.parametrize(
     ("model", "policy", "keep_fp32", "expected"),
     [

@@ -430,7 +430,6 @@ def test_leaves_that_may_start_fresh(tmp_path):
     assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(found[1:3]))
 
 
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize("kind", ["split16", "split8", "int8"])
 def test_a_pattern_names_a_param_and_all_that_stands_for_it(kind, tmp_path):
     """Its remainder, its codes; also a part of another shape by chance."""

@@ -186,7 +186,6 @@ def test_idle_recipes_are_warned_of():
             way(NAMES, recipes, None)
 
 
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize("way", ["function", "region", "jit"])
 def test_autocast_of_a_policy_warns_as_fp8_autocast_does(way):
     init = LinenModel(NAMES[:2]).init

@@ -123,7 +123,6 @@ def test_current_scaling_needs_no_leaves():
     assert not jax.tree.leaves(nnx.state(model, jaxmp.nnx.Fp8Scale))
 
 
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize("promotes", [False, True])
 def test_promote_all_but_kernel_keeps_the_gradient_of_the_kernel_in_float32(promotes):
     """flax casts the kernel to the layer's dtype, and its gradient is rounded on the way back."""
@@ -195,7 +194,6 @@ def test_filters(chosen, expected):
     assert_within_ulps(without_leaves(params), init(Model(), X), 4)  # drawn by two programs
 
 
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize("method", ["__call__", "encode"])
 def test_every_method_runs_the_layers_that_hold_scales(method):
     """`encode` is a part of the model: its last layer is not the last layer of the model."""

@@ -55,7 +55,6 @@ def _products(recipe, x, w, g):
     return y, *back(g)
 
 
-@pytest.mark.thorough(1)
 @each_recipe
 def test_a_product_that_is_named_is_that_of_16_bits_and_the_others_stay(recipe):
     @jax.jit

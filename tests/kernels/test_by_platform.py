@@ -242,7 +242,6 @@ def test_in_a_scan_a_branch_for_a_cpu_and_none_for_a_gpu():
     assert_exact(f(flags, x), jnp.full(3, -1.0))
 
 
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize("taken", [True, False])
 def test_derivatives_are_those_of_what_was_chosen(taken):
     def f(x, taken):

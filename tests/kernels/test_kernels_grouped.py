@@ -79,7 +79,6 @@ def test_each_row_meets_its_own_expert(backend, case):
     assert_exact([x + 0 for x in found], [x + 0 for x in wanted])  # -0 + 0 is 0
 
 
-@pytest.mark.thorough(1)
 @needs_kernels
 @pytest.mark.parametrize("case", ["ends of groups", "blocks of 128 rows"])
 def test_rows_where_a_kernel_begins_and_ends(case):

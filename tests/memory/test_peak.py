@@ -62,7 +62,6 @@ def test_arrays_and_shapes_say_the_same():
     assert not any(x.is_deleted() for x in jax.tree.leaves(arrays))
 
 
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize("kind", ["jit", "shard_map"])
 def test_on_a_mesh_it_is_that_of_one_device(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -96,7 +95,6 @@ def test_a_step_of_pmap():
     assert memory.compiled(jax.pmap(step, "data"), *args) >= (2 * 64 * 32 + 16 * 64) * 4
 
 
-@pytest.mark.thorough(0)
 def test_steps_of_linen_and_nnx():
     x, y = S((16, 8), F32), S((16, 4), F32)
     model = nn.Dense(4)

@@ -238,7 +238,6 @@ CASES = {
 }
 
 
-@pytest.mark.thorough(12)
 @pytest.mark.parametrize("name", CASES)
 def test_the_operation_is_named(name):
     fn, args, where, known = CASES[name]

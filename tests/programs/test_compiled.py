@@ -83,7 +83,6 @@ class Module(nnx.Module):
 ARRAYS = [of_closure, of_partial, of_scan, of_rule, of_mapped, of_remat, of_platform, Method, Module]
 
 
-@pytest.mark.thorough(5)
 @pytest.mark.parametrize("make", ARRAYS)
 def test_equal_programs_compile_once_and_read_their_own_closures(make):
     closed_over = [jnp.full((), a, jnp.float32) for a in (2, 3, 4)]

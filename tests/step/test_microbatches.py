@@ -80,7 +80,6 @@ def test_one_argument_needs_no_name():
     assert int(stats) == K
 
 
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize("key", [jax.random.key(0), np.array([0, 7], np.uint32)], ids=["typed", "raw"])
 def test_keys_are_split_with_the_batch(key):
     """Each microbatch draws its own numbers; a raw key beside two rows may be two rows."""
