@@ -69,6 +69,7 @@ CHOICES = {
     "fp32": Choice("fp32", 4),
     "bf16": Choice("bf16", 20),
     "fp16": Choice("fp16", 4),
+    "bf16-mixed": Choice("bf16-mixed", 4),
     "bf16+8bit": Choice("bf16+8bit", 4),
     "fp8": Choice("fp8", 20),
     "fp8, E4M3": Choice("fp8", 6, E4M3),

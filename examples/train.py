@@ -55,6 +55,9 @@ import jaxmp
 from report import OnLog, Run, events, plot, record, run_with_progress, table
 
 
+POLICIES = ("fp32", "bf16", "bf16-mixed", "fp16", "fp8")
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """What is trained, and on what. The defaults are for two CPU cores."""
@@ -62,7 +65,7 @@ class Config:
     # Each name is one run; gaps are relative to the first. "fp8" has float32 params and bfloat16 activations.
     # "fp16+fp8" is float16 with its loss scale, and fp8 matmuls. "bf16+8bit" has 24-bit masters and 8-bit moments: 5
     # bytes per parameter, where bf16 has 14.
-    policies: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--policy"])] = ("fp32", "bf16", "fp16", "fp8")
+    policies: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--policy"])] = POLICIES
     steps: int = 1000  # three epochs: enough time for the curves to diverge
     batch_size: int = 16  # sequences a step, over all devices together: 1024 bytes
     seq_len: int = 64  # bytes of context; a short context trains faster

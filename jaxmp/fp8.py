@@ -11,10 +11,10 @@ earlier steps. The scales are leaves of the params, their gradients are records 
 `opt_state`. So fp8 works in any loop, and clipping, weight decay, Adam and the loss scale do not change the scales.
 
 In this order: `DelayedScaling`, `CurrentScaling`, `RowwiseScaling`, `BlockScaling`, `MXFP8`, `NVFP4`, `Int8` (the
-recipes) -> `dot_general`, `einsum`, `ragged_dot`, `quantize`, `dequantize` (what runs) -> `autocast`
-(where), `save_quantized` (what remat keeps) -> `calibrate` (scales from one batch, before the first step) ->
-`get_scales`, `with_scales`, `resize_history` (looking at them, and restoring). `backends` says which backend runs each
-of these on this machine.
+recipes) -> `dot_general`, `einsum`, `ragged_dot`, `quantize`, `dequantize` (what runs) -> `autocast` (where),
+`save_quantized` (what remat keeps) -> `freeze` (a base that nobody trains) -> `calibrate` (scales from one batch, before
+the first step) -> `get_scales`, `with_scales`, `resize_history` (looking at them, and restoring). `backends`
+says which backend runs each of these on this machine.
 """
 
 from jaxmp._src.fp8.backends import backends as backends
@@ -37,6 +37,7 @@ from jaxmp._src.fp8.nvfp4 import NVFP4 as NVFP4
 from jaxmp._src.fp8.ragged_matmul import ragged_dot as ragged_dot
 from jaxmp._src.fp8.remat import save_quantized as save_quantized
 from jaxmp._src.fp8.scale_leaves import Scales as Scales, is_scale as is_scale, with_scales as with_scales
+from jaxmp._src.numerics.frozen import freeze as freeze
 from jaxmp._src.numerics.quantize import dequantize as dequantize, quantize as quantize
 from jaxmp._src.step.calibrate import calibrate as calibrate
 from jaxmp._src.step.scales import get_amaxes as get_amaxes, get_scales as get_scales, resize_history as resize_history

@@ -53,7 +53,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
             *("DelayedScaling", "CurrentScaling", "RowwiseScaling", "BlockScaling", "MXFP8", "NVFP4", "Int8"),
             "backends",
         ),
-        "Layers of a model": ("autocast", "promote_all_but_kernel", "save_quantized", "FallbackWarning"),
+        "Layers of a model": ("autocast", "promote_all_but_kernel", "save_quantized", "freeze", "FallbackWarning"),
         "Products of your own": ("dot_general", "einsum", "ragged_dot", "Scales"),
         "Scales of a run": ("calibrate", "get_scales", "get_amaxes", "is_scale", "with_scales", "resize_history"),
         "Numbers": ("quantize", "dequantize"),

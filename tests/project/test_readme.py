@@ -115,6 +115,7 @@ def rows():
 OPTIMIZERS = {
     '"fp32"': ("fp32", {}),
     '"bf16"': ("bf16", {}),
+    '"bf16-mixed"': ("bf16-mixed", {}),
     '"fp16"': ("fp16", {}),
     '"fp8"': ("fp8", {}),
     '"bf16"`, `remainder_bits=8`, 8-bit moments': ("bf16", {"remainder_bits": 8}),
@@ -149,6 +150,7 @@ def gap(file, name, digits="+.2f"):
 
 LOSSES = {
     '"bf16"': [gap("parity_16bit", "bf16")],
+    '"bf16-mixed"': [gap("parity", "bf16-mixed")],
     '"fp16"': [gap("parity_16bit", "fp16")],
     '"bf16"`, `remainder_bits=8`, 8-bit moments': [gap("parity_8bit", "bf16+8bit"), gap("parity", "bf16+8bit")],
     '"fp8"': [gap("parity_fp8", "fp8"), gap("parity_fp8_another_text", "fp8")],

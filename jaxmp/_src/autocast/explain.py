@@ -157,6 +157,13 @@ def _is_matmul(row: ExplainedOp) -> bool:
     return row.name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS
 
 
+def plan(traced: rewrite.Traced, lists: CastLists, narrow: dict[Place, Any]) -> Explanation:
+    """What a traced function does by these lists; `narrow` says what runs its matmuls below 16 bits, or why none."""
+    rows = _Rows(narrow)
+    traced.tell(rows.record, lists)
+    return rows.explanation()
+
+
 def explain(fn: Callable[..., Any], lists: cast_lists.CastLists, args: Any, kwargs: Any) -> Explanation:
     """What `autocast` with these lists would do with `fn(*args, **kwargs)`; arrays may be `jax.ShapeDtypeStruct`."""
     found: list[Explanation] = []
@@ -165,9 +172,7 @@ def explain(fn: Callable[..., Any], lists: cast_lists.CastLists, args: Any, kwar
         def run(*args: Any, **kwargs: Any) -> Any:
             traced = rewrite.Traced(pure, lists, args, kwargs)
             lists.modules.warn_of_idle()
-            rows = _Rows({} if lists.chooser is None else weighted_matmuls.choices(traced, lists))
-            traced.tell(rows.record, lists)
-            found.append(rows.explanation())
+            found.append(plan(traced, lists, weighted_matmuls.choices(traced, lists) if lists.chooser else {}))
             with regions.region(cast_lists.OFF):
                 return pure(*args, **kwargs)
 

@@ -27,6 +27,7 @@ from jaxmp._src.autocast.choices import Choice
 from jaxmp._src.autocast.value_uses import Uses, find_uses
 from jaxmp._src.autocast.values import CONSTANTS, DATA, WEIGHTS, Value, cast, result
 from jaxmp._src.base import compat, vmap_rules
+from jaxmp._src.numerics import frozen
 from jaxmp._src.programs import compiled, jaxprs, module_paths
 
 Place = tuple[int, ...]  # of an equation: its number, of the function in it, of the equation in that function, ...
@@ -91,6 +92,8 @@ class Interpreter:
 
     def _equation(self, i: int, eqn: Any, operands: list[Value], at: At, uses: Uses) -> list[Value]:
         name, group, functions = eqn.primitive.name, uses.groups[i], ()
+        if name in jaxprs.JITS and eqn.params["name"] == frozen.WIDENED:
+            return [_frozen_kernel(eqn, operands)]
         if name in _FUNCTIONS and i in uses.inner and not choices.has_other_floats(eqn):
             functions = jaxprs.functions_of(eqn)
         if functions and group != "force_fp32" and _changes(functions, at.lists):
@@ -107,6 +110,8 @@ class Interpreter:
             if choice.how == "same":
                 return results
             made_of = max((v.made_of for v in operands), default=CONSTANTS)
+            if len(operands) == len(results) == 1 and operands[0].again and results[0] is not operands[0]:
+                results[0].again = self._made_again(eqn, operands[0], choice, at)
             for v in results:
                 v.made_of = made_of
                 v.is_cast_down = choice.how in ("low", "once") or FLOAT32 in (choice.dtype, *choice.kept)
@@ -168,6 +173,16 @@ class Interpreter:
             results.append(v)
         return results
 
+    def _made_again(self, eqn: Any, operand: Value, choice: Choice, at: At) -> Any:
+        """How the result of a move or cast of a frozen kernel is made again (`Value.again`)."""
+        assert operand.again is not None
+        made, sources = operand.again
+
+        def run(*sources: Any) -> Any:
+            return self._operation(eqn, [operand.holds(made(*sources))], choice, at)[0].array
+
+        return run, sources
+
     def _matmul(self, eqn: Any, operands: list[Value], choice: Choice, at: At) -> Value:
         """A matmul or convolution, of 16-bit operands or as it was written."""
         made_of = [v.made_of for v in operands[:2]]
@@ -178,16 +193,30 @@ class Interpreter:
         else:
             arrays, dtype = [v.read(choice.dtype) for v in operands], choice.dtype
             result_dtype, is_low = choice.result, True
-        if (product := self.narrow.get(at.place)) is not None:
-            x = cast(product(*arrays, result_dtype, eqn.params), result_dtype)
-        elif weights and DATA in made_of and is_low:
-            x = products.with_float32_gradients(eqn.primitive, eqn.params, arrays, weights, result_dtype)
-        elif choice.how == "product":
-            x = products.in_float32(eqn.primitive, eqn.params, arrays)
-        elif choice.how == "written":
-            (x,) = jaxprs.run_as_traced(jaxprs.without_scope(eqn), arrays)
+
+        def multiplied(arrays: list[Any]) -> Any:
+            if (product := self.narrow.get(at.place)) is not None:
+                return cast(product(*arrays, result_dtype, eqn.params), result_dtype)
+            if weights and DATA in made_of and is_low:
+                return products.with_float32_gradients(eqn.primitive, eqn.params, arrays, weights, result_dtype)
+            if choice.how == "product":
+                return products.in_float32(eqn.primitive, eqn.params, arrays)
+            if choice.how == "written":
+                return jaxprs.run_as_traced(jaxprs.without_scope(eqn), arrays)[0]
+            return _bind(eqn, arrays, dtype)[0]
+
+        frozen_ones = {k: v.again for k, v in enumerate(operands[:2]) if v.again}
+        if frozen_ones:  # the backward pass makes them again from fp8, and keeps no copy
+            others = [None if k in frozen_ones else x for k, x in enumerate(arrays)]
+            dtypes = [x.dtype for x in arrays]
+
+            def again(others: list[Any], sources: dict[int, Any]) -> Any:
+                made = {k: cast(frozen_ones[k][0](*sources[k]), dtypes[k]) for k in frozen_ones}
+                return multiplied([made.get(k, x) for k, x in enumerate(others)])
+
+            x = jax.checkpoint(again)(others, {k: sources for k, (_, sources) in frozen_ones.items()})
         else:
-            (x,) = _bind(eqn, arrays, dtype)
+            x = multiplied(arrays)
         return Value(x, result_dtype, eqn.outvars[0].aval.ndim > 0)
 
     # Operations with functions inside.
@@ -474,6 +503,18 @@ def _rounded_once(eqn: Any, operands: list[Value], choice: Choice) -> list[Any]:
         return [run(*(v.array if v.is_held_wide else v.read(d) for v, d in zip(operands, low, strict=True)))]
     # A derivative would keep the widened arrays. The checkpoint keeps them in 16 bits, and widens them again.
     return [jax.checkpoint(run)(*(v.read(d) for v, d in zip(operands, low, strict=True)))]
+
+
+def _frozen_kernel(eqn: Any, operands: list[Value]) -> Value:
+    """What `FrozenKernel` makes of its parts."""
+
+    def widened(*sources: Any) -> Any:
+        return jaxprs.run_as_traced(jaxprs.without_scope(eqn), list(sources))[0]
+
+    sources = tuple(v.array for v in operands)
+    made = result(widened(*sources))
+    made.again = widened, sources
+    return made
 
 
 def _is_repeated(eqn: Any, k: int) -> bool:

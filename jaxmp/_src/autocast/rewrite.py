@@ -40,6 +40,8 @@ from jaxmp._src.base.by_identity import ByIdentity
 from jaxmp._src.programs import array_functions, haiku_frames, jaxprs
 
 F = TypeVar("F", bound=Callable[..., Any])
+# (a function as it was traced, the lists it runs by, what runs its matmuls by place)
+Look = Callable[["Traced", CastLists, dict[Any, Any]], None]
 
 
 class Autocast:
@@ -145,14 +147,15 @@ def no_autocast(fn: F, *, cast_inputs: bool = False) -> F:
     return run
 
 
-def by_region(fn: F) -> F:
+def by_region(fn: F, look: Look | None = None) -> F:
     """`fn` under the lists of the region it is called in: jaxmp wraps every function that a user passes in this.
 
-    Returns `fn` itself outside of regions, and inside an autocast function, which rewrites what it calls.
+    Returns `fn` itself outside of regions, and inside an autocast function, which rewrites what it calls. `look` is
+    called with what was traced.
     """
     reach.mark()
     lists = regions.current()
-    return _wrap(fn, lists, None) if lists is not None and casts_here() and not regions.is_tracing() else fn
+    return _wrap(fn, lists, None, look=look) if lists is not None and casts_here() and not regions.is_tracing() else fn
 
 
 def transformed(fn: F, lists: CastLists) -> F:
@@ -208,7 +211,13 @@ def _inherited(lists: CastLists, dtype_too: bool) -> CastLists:
 
 
 def _wrap(
-    fn: Any, lists: CastLists, output_dtype: Any, *, inherits: bool = False, stored: ByIdentity | None = None
+    fn: Any,
+    lists: CastLists,
+    output_dtype: Any,
+    *,
+    inherits: bool = False,
+    stored: ByIdentity | None = None,
+    look: Look | None = None,
 ) -> Any:
     if isinstance(fn, type):
         raise TypeError(f"autocast: decorate the __call__ of {fn.__name__} or a function that calls it, not the class")
@@ -219,7 +228,7 @@ def _wrap(
         here = _inherited(lists, inherits)
 
         def rewritten(fn: Any) -> Any:
-            run = functools.partial(_rewritten, lists=here, stored=stored)
+            run = functools.partial(_rewritten, lists=here, stored=stored, look=look)
             return lambda *args, **kwargs: flax_layers.call(fn, run, args, kwargs)
 
         if here.dtype is None:
@@ -242,7 +251,9 @@ def is_autocast(fn: Any) -> bool:
     return getattr(fn, "is_autocast", False) is True
 
 
-def _rewritten(fn: Callable[..., Any], lists: CastLists, stored: ByIdentity | None) -> Callable[..., Any]:
+def _rewritten(
+    fn: Callable[..., Any], lists: CastLists, stored: ByIdentity | None, look: Look | None
+) -> Callable[..., Any]:
     """A function of pytrees, traced and run with casts."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -251,6 +262,8 @@ def _rewritten(fn: Callable[..., Any], lists: CastLists, stored: ByIdentity | No
                 return fn(*args, **kwargs)
         traced = Traced(fn, lists, args, kwargs, stored)
         narrow = {} if lists.chooser is None else weighted_matmuls.products(traced, lists)
+        if look is not None:
+            look(traced, lists, narrow)
         with regions.done():
             return traced.unflatten(traced.run(Interpreter(narrow=narrow), lists, traced.values))
 

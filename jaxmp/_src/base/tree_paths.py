@@ -28,7 +28,8 @@ from flax.core import meta
 
 from jaxmp._src.base.warn import warn
 
-PARTS = frozenset({"remainder16", "remainder8", "codes", "scales"})  # what an optimizer puts in place of an array
+# What stands in place of an array: of an optimizer, and of a frozen kernel.
+PARTS = frozenset({"remainder16", "remainder8", "codes", "scales", "q", "log2_scale"})
 
 
 def path_str(path: Iterable[Any]) -> str:
@@ -212,14 +213,14 @@ def nodes_of(tree: Any, *kinds: type) -> list[Any]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
 
 
-def leaves_by_path(tree: Any) -> dict[str, Any]:
+def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """The leaves of `tree` by their paths, in its order, without their boxes.
 
     Raises:
       ValueError: two leaves have one path, as in {"a/b": x, "a": {"b": y}}.
     """
     found: dict[str, Any] = {}
-    for key_path, x in jax.tree_util.tree_leaves_with_path(tree):
+    for key_path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
         path = path_str(key_path)
         if path in found:
             raise ValueError(

@@ -7,7 +7,8 @@ arguments to the optimizer, and does not change batch_stats and `step` in a skip
 """
 
 import dataclasses
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Generic, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,8 @@ from jaxmp._src.step import (
 )
 from jaxmp._src.step.calibrate import calibrate
 
+T = TypeVar("T")
+
 
 class _Replaced:
     """Gives a TrainState and its subclasses `replace`, which flax writes into each of them anew."""
@@ -54,6 +57,21 @@ def _replace(self: Any, **updates: Any) -> Any:
                 "masters. To train on, call state.reload(params). To evaluate, pass opt_state=state.opt_state.",
             )
     return dataclasses.replace(self, **updates)
+
+
+class _Read(Generic[T]):
+    """A property that a field of a subclass may replace, such as the `metrics` of flax's own examples.
+
+    A class does not show it, or dataclasses would take it for the default of that field.
+    """
+
+    def __init__(self, read: Callable[[Any], T]):
+        self.__doc__, self._read = read.__doc__, read
+
+    def __get__(self, state: Any, cls: type) -> T:
+        if state is None:
+            raise AttributeError(f"{cls.__name__} has it in its objects only")
+        return self._read(state)
 
 
 class TrainState(_Replaced, train_state.TrainState):
@@ -194,12 +212,27 @@ class TrainState(_Replaced, train_state.TrainState):
         params, opt_state = calibrate(fun, self.params, *args, tx=self.tx, opt_state=self.opt_state, **kwargs)
         return self.replace(params=params, opt_state=opt_state)
 
-    @property
+    @_Read
+    def master_params(self) -> PyTree:
+        """The params in float32, `jaxmp.get_master_params` of this state: for averages, targets, teachers and export.
+
+        An average of 16-bit params stalls: a small step of it is rounded to nothing.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> params32 = {"w": jnp.array([1.001])}
+          >>> state = TrainState.create(apply_fn=None, params=params32, tx=optax.sgd(0.1), policy="bf16")
+          >>> state.params, state.master_params
+          ({'w': Array([1.], dtype=bfloat16)}, {'w': Array([1.001], dtype=float32)})
+        """
+        return states.get_master_params(self.opt_state, self.params)
+
+    @_Read
     def loss_scale(self) -> Float[Array, ""]:
         """float32[], the scale of the next loss."""
         return scale_reads.get_loss_scale(self.opt_state)
 
-    @property
+    @_Read
     def metrics(self) -> dict[str, Array]:
         """`jaxmp.get_metrics` of this state."""
         return states.get_metrics(self.opt_state)

@@ -222,6 +222,24 @@ class Optimizer(nnx.Optimizer):
         if self.policy is not None:
             cast_to_param(model, self.policy, wrt=_with_frozen_base(self.wrt))
 
+    def master_params(self, model: nnx.Module) -> nnx.State:
+        """The params that this optimizer trains, in float32: for averages, targets, teachers and export.
+
+        An average of 16-bit params stalls: a small step of it is rounded to nothing. `nnx.update(other, params)` writes
+        them into another module, which has float32 params then.
+
+        Args:
+          model: the module; a remainder of `remainder_bits=` and a float32 param need its params.
+
+        Example:
+          >>> import jax.numpy as jnp, optax
+          >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+          >>> optimizer = Optimizer(model, optax.adam(1e-3), policy="bf16")
+          >>> model.kernel[...].dtype.name, optimizer.master_params(model)["kernel"][...].dtype.name
+          ('bfloat16', 'float32')
+        """
+        return states.get_master_params(nnx.as_pure(self.opt_state), nnx.state(model, self.wrt))
+
     @property
     def metrics(self) -> dict[str, Array]:
         """`jaxmp.get_metrics` of this optimizer's state.

@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 from jaxmp._src.base import optional, tree_paths
 from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.numerics import casting
+from jaxmp._src.numerics import casting, frozen
 from jaxmp._src.step import argument_kinds
 
 Layout = Literal["flax", "torch"]
@@ -50,7 +50,8 @@ def save_safetensors(
     Args:
       path: the file; with `max_shard_size`, the folder. A model that was there is replaced.
       params: the weights: `jaxmp.get_master_params(opt_state, params)`, or an average of them. All processes of a job
-        call it; the first one writes.
+        call it; the first one writes. A kernel of `jaxmp.fp8.freeze` is written as an array; in fp8 and torch's layout
+        with the very bits and a scale for each row.
       dtype: of floats: float32, bfloat16, float16; float8_e4m3fn for kernels with a scale each, the rest in bfloat16.
         Finite values beyond its range become the largest.
       layout: `"flax"` or `"torch"`.
@@ -76,7 +77,8 @@ def save_safetensors(
     if max_shard_size is not None and not (isinstance(max_shard_size, int) and max_shard_size > 0):
         raise ValueError(f"max_shard_size= is a number of bytes; got {max_shard_size!r}.")
     in_fp8 = jnp.dtype(dtype) == _FP8
-    weights = {at: x for at, x in tree_paths.leaves_by_path(params).items() if not scale_leaves.is_scale(at)}
+    weights = tree_paths.leaves_by_path(params, _is_frozen)
+    weights = {at: x for at, x in weights.items() if not scale_leaves.is_scale(at)}
     weights = {at: x if hasattr(x, "dtype") else np.asarray(x) for at, x in weights.items()}
     names = {at: rename(_name(at, layout)) for at in weights}
     tree_paths.warn_of_idle("save_safetensors(keep=)", keep, weights, of="param")
@@ -92,6 +94,10 @@ def save_safetensors(
 
     def tensors(at: str) -> dict[str, np.ndarray]:
         value: Any = weights[at]
+        if _is_frozen(value) and at in narrow and layout == "torch" and value.ndim == 2:  # the file has the same bits
+            scale = np.exp2(np.asarray(value.log2_scale, np.float32)).reshape(-1)
+            return {names[at]: np.asarray(value.q).T, f"{names[at]}_scale": scale}
+        value = jnp.asarray(value) if _is_frozen(value) else value
         if isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated:
             value = multihost_utils.process_allgather(value, tiled=True)
         value = np.asarray(value)
@@ -152,7 +158,8 @@ def load_safetensors(
       strict: whether a tensor of the files that is not in `like` is an error. A missing one always is.
 
     Returns:
-      A tree like `like`. Tensors in fp8 are multiplied by their scale: one, or one for each row.
+      A tree like `like`. Tensors in fp8 are multiplied by their scale: one, or one for each row. What is a frozen
+      kernel there (`jaxmp.fp8.freeze`) is frozen again.
 
     Raises:
       ValueError: a damaged file; files that are not those of their index; a tensor that is missing, left over, of
@@ -170,6 +177,9 @@ def load_safetensors(
     left = set(found)
 
     def take(at: str, x: Any) -> Any:
+        if _is_frozen(x):
+            like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings.chosen(x.q))
+            return frozen.kernel_of(take(at, like))
         if scale_leaves.is_scale(at):
             return scale_leaves.started(at, x)
         name = rename(_name(at, layout))
@@ -197,7 +207,7 @@ def load_safetensors(
             return jnp.array(value) if jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype else value
         return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
 
-    loaded = tree_paths.map_with_path(take, like)
+    loaded = tree_paths.map_with_path(take, like, is_leaf=_is_frozen)
     if strict and left:
         raise ValueError(f"{path} must be of this model; {min(left)} is not in it. Pass strict=False to ignore it.")
     return loaded
@@ -246,6 +256,10 @@ def _rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
         return x
     wide, largest = x.astype(x.dtype if x.dtype.itemsize > 2 else np.float32), float(jnp.finfo(dtype).max)
     return np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(dtype)
+
+
+def _is_frozen(x: Any) -> bool:
+    return isinstance(x, frozen.FrozenKernel)
 
 
 def _is_kernel(path: str, x: Any) -> bool:

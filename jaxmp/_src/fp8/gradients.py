@@ -82,9 +82,10 @@ def warn_of_unmoved_scales(layers: Collection[str]) -> None:
         warn(
             "unmoved-fp8-scales",
             f"fp8 scales must be in what value_and_grad differentiates; those of {', '.join(layers)} are closed over, "
-            f"or not in argnums. Differentiate all params, and freeze weights in "
-            f"jaxmp.mixed_precision(optax.multi_transform(...), policy); with nnx pass wrt=nnx.Any(nnx.LoRAParam, "
-            f"jaxmp.nnx.Fp8Scale).",
+            f"or not in argnums. Run a network that another loss trains (a critic, a discriminator, a teacher) in 16 "
+            f"bits here: call it in `with jaxmp.fp8.autocast(enabled=False):`. To freeze weights, differentiate all "
+            f"params, and freeze in jaxmp.mixed_precision(optax.multi_transform(...), policy); with nnx pass "
+            f"wrt=nnx.Any(nnx.LoRAParam, jaxmp.nnx.Fp8Scale).",
         )
 
 

@@ -112,6 +112,7 @@ def promote_all_but_kernel(*args: Any, dtype: Any = None, **kwargs: Any) -> list
     """
     del kwargs
     inputs, kernel, *rest = args[0] if len(args) == 1 else args
+    kernel = jnp.asarray(kernel)  # perhaps a `FrozenKernel`
     dtype = dtype or jnp.result_type(inputs, kernel)
     inputs, *rest = (None if x is None else jnp.asarray(x, dtype) for x in (inputs, *rest))
     return [inputs, kernel, *rest]

@@ -39,6 +39,7 @@ from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.gemms import Gemm
 from jaxmp._src.fp8.scale_leaves import Scales as Scales
 from jaxmp._src.numerics import casting
+from jaxmp._src.numerics.frozen import FrozenKernel
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -124,6 +125,7 @@ def dot_general(
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
     recipe_lib.check(recipe)
+    rhs = jnp.asarray(rhs) if isinstance(rhs, FrozenKernel) else rhs
     _check_operands(lhs, rhs, contract, batch)
     out_dtype = jnp.dtype(preferred_element_type or result_dtype(lhs, rhs))
     note_use()

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
+from flax.training.dynamic_scale import DynamicScale
 
 from jaxmp._src.loss_scale.dynamic import DynamicLossScale
 from jaxmp._src.loss_scale.static import NoOpLossScale, StaticLossScale, is_number
@@ -48,6 +49,11 @@ def as_loss_scale(loss_scale: Any) -> Any:
         return StaticLossScale(loss_scale)
     if isinstance(loss_scale, (jax.Array, np.ndarray, np.generic)) and jnp.ndim(loss_scale) == 0:
         return StaticLossScale(jnp.asarray(loss_scale, jnp.float32))
+    if loss_scale is DynamicScale or isinstance(loss_scale, DynamicScale):
+        raise TypeError(
+            "loss_scale= takes no DynamicScale of flax; got one. Pass jaxmp.checkpoint.import_loss_scale(scale), which "
+            "has its value and its rule, or jaxmp.DynamicLossScale()."
+        )
     missing = [n for n in ("loss_scale", "scale", "unscale", "adjust") if not hasattr(loss_scale, n)]
     if missing or isinstance(loss_scale, type):
         raise TypeError(

@@ -87,16 +87,20 @@ def call(fn: Callable[..., Any], transform: Callable[..., Any], args: Any, kwarg
 
     def pure(state: Any, rest: Any) -> Any:
         copies = nnx.merge(graphdef, state, copy=True)
-        before = {path: nnx.as_pure(x) for path, x in nnx.to_flat_state(nnx.state(copies))}
+        before = {path: jax.tree.leaves(x) for path, x in nnx.to_flat_state(nnx.state(copies))}
         args, kwargs = leaves.rebuild(with_values(rest, places, copies))
         out = with_hook(fn, copies, hook)(*args, **kwargs)
         # A variable that the call did not change may belong to an outer trace, where it must not be written.
         after = nnx.to_flat_state(nnx.state(copies))
-        return out, nnx.from_flat_state([(p, x) for p, x in after if before.get(p) is not nnx.as_pure(x)])
+        return out, nnx.from_flat_state([(p, x) for p, x in after if not _are_same(before.get(p), jax.tree.leaves(x))])
 
     out, after = transform(pure)(nnx.as_pure(state), rest)
     nnx.update(nodes, after)
     return out
+
+
+def _are_same(old: list[Any] | None, new: list[Any]) -> bool:
+    return old is not None and len(old) == len(new) and all(x is y for x, y in zip(old, new, strict=True))
 
 
 def _changes_in_place(x: Any) -> bool:

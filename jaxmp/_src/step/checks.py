@@ -180,9 +180,11 @@ def _check_masters(rule: Rule, state: StepState, params: PyTree, *, adds: bool) 
                 frozen = frozen_leaves.frozen_leaves(rule.optimizer.inner, own) if frozen is None else frozen
                 is_wrong = not frozen[i]  # a 16-bit param that is trained without a master
             if is_wrong:
+                how = ", or add updates by optax.apply_updates: eqx.apply_updates and p + u make float32 params"
                 raise ValueError(
                     f"params must have the dtypes of the policy; got {x.dtype} at {path}, not {expected}. Call "
-                    f"policy.cast_to_param(params32), or pass policy= to TrainState or nnx.Optimizer."
+                    f"policy.cast_to_param(params32), or pass policy= to TrainState or nnx.Optimizer"
+                    f"{how if adds and x.dtype == jnp.float32 else ''}."
                 )
         for x, m in zip(leaves, () if _is_masked(master) else jax.tree.leaves(master), strict=False):
             if jnp.shape(x) != m.shape:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxmp._src.autocast import cast_lists, regions
+from jaxmp._src.autocast import cast_lists, explain, regions
 from jaxmp._src.base import compat
 from jaxmp._src.base.warn import warn
 from jaxmp._src.programs import jaxprs
@@ -26,6 +26,7 @@ from jaxmp._src.step import state as states
 from jaxmp._src.step.policy import Policy
 
 _MATMULS = jaxprs.MATMULS | jaxprs.RAGGED_MATMULS
+_LITTLE = 0.25  # of the FLOPs: fp8 saves at most an eighth of the time then, and its scales have to be kept
 _HIDDEN = frozenset({"custom_lin", "ffi_call", "custom_call", "pallas_call", "tpu_custom_call"})
 
 
@@ -103,6 +104,20 @@ def warn_of_wide(
         )
         return True
     return False
+
+
+def warn_of_little_fp8(traced: Any, lists: Any, narrow: Any) -> None:
+    """Warns of a loss under a policy of fp8 that runs few of its FLOPs in fp8, with the share (`rewrite.Look`)."""
+    rows = [row for row in explain.plan(traced, lists, narrow).rows if row.name in _MATMULS]
+    total, convolutions = (sum(row.flops for row in rows if what in row.name) for what in ("", "conv"))
+    in_fp8 = sum(row.flops for row in rows if jnp.dtype(row.runs_in).itemsize == 1)
+    if 0 < in_fp8 < _LITTLE * total:  # a loss with none is told by what knows why
+        warn(
+            "little-in-fp8",
+            f"the policy says fp8, and {in_fp8 / total:.0%} of the FLOPs of the loss's matmuls run in it; "
+            f'convolutions, {convolutions / total:.0%} of them, stay in 16 bits. Use "bf16", or choose more layers by '
+            f"filter=. jaxmp.explain_autocast(loss_fn, *args, dtype=policy) shows each layer.",
+        )
 
 
 def _look_into_backward(pullback: Any, value: Any) -> Found:

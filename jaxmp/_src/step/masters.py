@@ -243,13 +243,14 @@ def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> P
         is_empty = all(casting.is_float(x) and x.size == 0 for x in jax.tree.leaves(unit))
         needs_master = policy.param_dtype_of(path).itemsize <= 2 and (is_empty or not is_frozen)
         masters.append(full_unit if needs_master else optax.MaskedNode())
-        rounded += [path] * (needs_master and any(casting.is_low_precision(x.dtype) for x in jax.tree.leaves(unit)))
+        rounded += [path] * (not is_frozen and any(casting.is_low_precision(x.dtype) for x in jax.tree.leaves(unit)))
     if rounded:
         warn(
             "masters-from-16-bits",
             f"masters should start from float32 params; got {len(rounded)} in 16 bits, the first at {rounded[0]}. Call "
-            f"tx.init(params32) before policy.cast_to_param(params32). If you have 16 bits only, cast "
-            f'them first: jaxmp.get_policy("fp32").cast_to_param(params), or jaxmp.nnx.cast_to_param(model, "fp32").',
+            f"tx.init(params32) before policy.cast_to_param(params32), and take the params of another state as "
+            f"state.master_params. If you have 16 bits only, cast them first: "
+            f'jaxmp.get_policy("fp32").cast_to_param(params), or jaxmp.nnx.cast_to_param(model, "fp32").',
         )
     return treedef.unflatten(masters)
 

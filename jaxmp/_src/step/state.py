@@ -126,6 +126,29 @@ class StepState(NamedTuple):
     fp8_scales: Any
     optimizer_state: Any
 
+    def __getattr__(self, name: str) -> Any:
+        """Says where a field of the optimizer's own state is: `opt_state.hyperparams`, as a loop in optax reads it."""
+        path = None if name.startswith("_") else _path_of_field(self.optimizer_state, name)
+        if path is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"opt_state has no {name}; the state of the optimizer inside has: opt_state.optimizer_state{path}.{name}. "
+            f"Give functions of optax that state, and the params of jaxmp.get_master_params(opt_state, params). To "
+            f"change a number, call optax.tree.set(opt_state, learning_rate=1e-4)."
+        )
+
+
+def _path_of_field(state: Any, name: str) -> str | None:
+    """Where a NamedTuple with this field is, as it is written: `[1].inner_state`; `""` for `state` itself."""
+    if not isinstance(state, tuple):
+        return None
+    fields = getattr(state, "_fields", ())
+    if name in fields:
+        return ""
+    parts = zip([f".{field}" for field in fields] or [f"[{i}]" for i in range(len(state))], state, strict=True)
+    paths = ((part, _path_of_field(x, name)) for part, x in parts)
+    return next((f"{part}{path}" for part, path in paths if path is not None), None)
+
 
 # Numbers that are measured in a step, of the last step taken, and their values before the first; -1: not measured.
 # (Not NaN: `jax_debug_nans` stops a step that returns one.)

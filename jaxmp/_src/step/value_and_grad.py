@@ -200,7 +200,9 @@ def scaled_value_and_grad(
                 lambda x: x.astype(jnp.float32) if casting.is_low_precision(x.dtype) else x, own_params
             )
         else:
-            loss_in_region, trained = rewrite.by_region(loss_fn), own_params
+            is_fp8 = policy is not None and policy.recipe is not None and not calibrates
+            look = compute_dtypes.warn_of_little_fp8 if is_fp8 else None
+            loss_in_region, trained = rewrite.by_region(loss_fn, look), own_params
 
         def scaled_loss(params: PyTree, carry: PyTree, batch: PyTree) -> Any:
             loss, aux, carry = loss_in_region(params, carry, batch)
@@ -242,13 +244,23 @@ def policy_of_loss(policy: Policy | None, opt_state: Any) -> tuple[Policy | None
     """(the policy in which a loss runs, whether it came with the state: a TrainState, or its `opt_state`).
 
     A policy that does not say `keep_fp32` keeps the layers of the one that came with the state.
+
+    Raises:
+      ValueError: a policy that is not the state's, which the params and the loss scale are for.
     """
     carried = getattr(opt_state, "policy", None) or states.policy_of(getattr(opt_state, "opt_state", opt_state))
-    if policy is None:
-        return carried, True
-    if carried is None or policy.says_keep_fp32:
-        return policy, False
-    return dataclasses.replace(policy, keep_fp32=carried.keep_fp32, says_keep_fp32=carried.says_keep_fp32), False
+    if policy is None or carried is None:
+        return policy or carried, policy is None
+    if not policy.says_keep_fp32:
+        policy = dataclasses.replace(policy, keep_fp32=carried.keep_fp32)
+    for field in dataclasses.fields(policy):
+        own, other = getattr(carried, field.name), getattr(policy, field.name)
+        if field.compare and own != other:
+            raise ValueError(
+                f"policy= must be that of the state; got {field.name}={other!s} in policy and {own!s} in the state. "
+                f"Leave out policy=; for another precision, call it in `with jaxmp.autocast(...)`."
+            )
+    return policy, False
 
 
 def _one_batch(
