@@ -54,7 +54,6 @@ from rich.console import Console
 import jaxmp
 from report import OnLog, Run, events, plot, record, run_with_progress, table
 
-
 POLICIES = ("fp32", "bf16", "bf16-mixed", "fp16", "fp8")
 
 

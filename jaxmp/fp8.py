@@ -12,8 +12,8 @@ earlier steps. The scales are leaves of the params, their gradients are records 
 
 In this order: `DelayedScaling`, `CurrentScaling`, `RowwiseScaling`, `BlockScaling`, `MXFP8`, `NVFP4`, `Int8` (the
 recipes) -> `dot_general`, `einsum`, `ragged_dot`, `quantize`, `dequantize` (what runs) -> `autocast` (where),
-`save_quantized` (what remat keeps) -> `freeze` (a base that nobody trains) -> `calibrate` (scales from one batch, before
-the first step) -> `get_scales`, `with_scales`, `resize_history` (looking at them, and restoring). `backends`
+`save_quantized` (what remat keeps) -> `freeze` (a base that nobody trains) -> `calibrate` (scales from one batch,
+before the first step) -> `get_scales`, `with_scales`, `resize_history` (looking at them, and restoring). `backends`
 says which backend runs each of these on this machine.
 """
 

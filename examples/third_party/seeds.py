@@ -36,6 +36,7 @@ RESULTS = HERE.parents[1] / "benchmarks" / "results" / "third_party_seeds.json"
 BEGIN, END = "<!-- seeds: written by seeds.py -->", "<!-- seeds: end -->"
 PACKAGES = ("jax", "flax", "optax", "transformers", "dm-haiku", "flaxmodels")
 STEPS, SEEDS = 200, 5
+RATES = {"transformers, FlaxCLIPModel": 3e-4}  # at 1e-3 float32, too, often stays where all pictures are alike
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 WAYS = ("fp32", "bf16 by hand", "bf16", "fp16 by hand", "fp16")
 
@@ -79,7 +80,7 @@ def run(name: str, way: str, seed: int, steps: int) -> dict[str, Any]:
     """One training: the held-out loss in the precision of the training."""
     policy, by_hand = way.split()[0], way.endswith("by hand")
     model = families.FAMILIES[name](seed, DTYPES[policy] if by_hand else "float32")
-    tx = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 10, steps))
+    tx = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, RATES.get(name, 1e-3), steps // 10, steps))
     batches, loss = model.batches(steps, seed), model.loss
     if way == "fp16 by hand":
         params, state = train_with_dynamic_scale(model, tx, batches)
@@ -102,8 +103,8 @@ def mean_and_error(numbers: list[float]) -> str:
 def table(results: dict[str, Any]) -> str:
     """The table of README.md: gaps in percent of the mean loss in float32, paired by seed."""
     lines = [
-        "| model | fp32: loss, spread over seeds | bf16 by hand | bf16 | bf16 against by hand | fp16 by hand | fp16 | fp16 "
-        "against by hand |",
+        "| model | fp32: loss, spread over seeds | bf16 by hand | bf16 | bf16 against by hand | fp16 by hand | fp16 "
+        "| fp16 against by hand |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(r["model"] for r in results["runs"]):

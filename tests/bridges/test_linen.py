@@ -407,15 +407,6 @@ def test_a_train_state_carries_its_policy_through_every_transformation():
     assert matmuls(plain_step, restored, PLAIN_X) == expected
 
 
-def test_an_argument_has_precedence_over_the_policy_of_a_train_state():
-    def step(state, x, policy):
-        return jaxmp.value_and_grad(plain_loss, policy=policy)(state.params, x, opt_state=state.opt_state)
-
-    state = plain_state()
-    assert matmuls(lambda x: step(state, x, "params=float16,compute=float32,output=float32"), PLAIN_X) == {"float32": 5}
-    assert matmuls(lambda x: step(state, x, "bf16"), PLAIN_X) == {"bfloat16": 5}
-
-
 def test_the_policy_is_no_part_of_the_pytree_of_the_optimizer():
     state = plain_state("bf16")
     plain = state.tx.init(state.params)

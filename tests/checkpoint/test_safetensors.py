@@ -372,3 +372,20 @@ def test_integers_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match="n is int64, expected int32 at n"):
         load_safetensors(tmp_path / "w", like)
     assert load_safetensors(tmp_path / "w", {"m": like["m"]}, strict=False)["m"].tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("flax", jnp.bfloat16), ("flax", jnp.float32), ("torch", jnp.bfloat16), ("torch", jnp.float8_e4m3fn)],
+)
+def test_frozen_kernels(tmp_path, layout, dtype):
+    """Their values come back bit for bit, as frozen kernels or as arrays; in fp8 with a scale for each row."""
+    weights = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    params = {"a": {"kernel": weights, "bias": weights[0].astype(jnp.bfloat16)}, "b": {"kernel": 100 * weights}}
+    frozen = jaxmp.fp8.freeze(params)
+    path = tmp_path / "w.safetensors"
+    jaxmp.checkpoint.save_safetensors(path, frozen, layout=layout, dtype=dtype)
+    for like in (frozen, params, jax.eval_shape(jaxmp.fp8.freeze, params)):
+        loaded = jaxmp.checkpoint.load_safetensors(path, like, layout=layout)
+        for name in params:
+            assert_exact(jnp.asarray(loaded[name]["kernel"]), jnp.asarray(frozen[name]["kernel"]))

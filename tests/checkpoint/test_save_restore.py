@@ -670,3 +670,12 @@ def test_a_bucket_holds_steps_with_records_and_digests(tmp_path):
     env = compiled_quickly(os.environ) | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     ended = subprocess.run(command, env=env, cwd=tmp_path / "empty", capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
+
+
+def test_a_frozen_base_is_saved_beside_its_adapters(tmp_path):
+    base = jaxmp.fp8.freeze({"kernel": np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)})
+    lora = {"a": jnp.ones((16, 2))}
+    saved(tmp_path, lora, extra={"base": base})
+    found = restored(tmp_path, None, lora, extra={"base": jax.eval_shape(lambda base: base, base)}).extra["base"]
+    assert type(found["kernel"]) is type(base["kernel"]) and found["kernel"].dtype == np.float32
+    assert_moved(found, base)

@@ -136,7 +136,7 @@ def test_a_policy_may_have_any_loss_scale(make, policy):
 
 
 def test_what_looks_odd_but_is_meant_is_taken():
-    """A loss that reads a state, several params, a module that can be called, a loss of another policy."""
+    """A loss that reads a state, several params, a module that can be called."""
     other = jaxmp.value_and_grad(lambda p, s, x: loss_fn(p, x) + jaxmp.get_loss_scale(s), policy="16-mixed")
     other(PARAMS, STATE, X, opt_state=STATE)
     pair = jaxmp.value_and_grad(lambda p, q, x: loss_fn(p, x) + loss_fn(q, x), argnums=[0, 1], policy="16-mixed")
@@ -145,5 +145,3 @@ def test_what_looks_odd_but_is_meant_is_taken():
     scaled(PARAMS, (X, (0.5, 2.0)), opt_state=STATE)
     model = nn.Dense(4)
     assert jaxmp.explain_autocast(model.apply, model.init(jax.random.key(0), X), X).rows
-    other = jaxmp.value_and_grad(loss_fn, policy="bf16-mixed")
-    other(PARAMS, X, opt_state=train_state())

@@ -1,5 +1,6 @@
 """What is said, while a step is traced, of a loss that does not compute as its params or its policy say."""
 
+import dataclasses
 import functools
 import warnings
 from typing import Any
@@ -15,6 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmp
+from matmul_dtypes import matmuls
 
 X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 W = {"a": X / 4, "b": X.T / 4}
@@ -316,3 +318,96 @@ def test_float16_matmuls_without_a_loss_scale(of):
 @pytest.mark.parametrize("of", ["fp16", "16-mixed"])
 def test_silence_with_a_loss_scale(of):
     assert said(step(in_float16, of, policy=of), X) == []
+
+
+# Little of the loss in fp8
+
+
+class Cnn(nn.Module):
+    """Of its matmul FLOPs 2 * 12544 * 256 run in fp8 for each picture: 17 %."""
+
+    features: int = 64
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.avg_pool(nn.relu(nn.Conv(self.features // 2, (3, 3))(x)), (2, 2), (2, 2))
+        x = nn.avg_pool(nn.relu(nn.Conv(self.features, (3, 3))(x)), (2, 2), (2, 2))
+        return nn.Dense(10)(nn.relu(nn.Dense(256)(x.reshape(len(x), -1))))
+
+
+PICTURES = jnp.ones((32, 28, 28, 1))  # of fewer, products in fp8 are padded to 16 rows
+
+
+def fp8_step(model: Any, x: Any, policy: Any = "fp8", **options: Any) -> Any:
+    params = jax.eval_shape(jaxmp.autocast(model.init, policy), jax.random.key(0), x)["params"]
+    params = jax.tree.map(lambda p: jnp.ones(p.shape, p.dtype), params)
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), policy).init(params)
+
+    def loss(params, x):
+        return jnp.mean(model.apply({"params": params}, x) ** 2)
+
+    return lambda x: jaxmp.value_and_grad(loss, policy=policy, **options)(params, x, opt_state=opt_state)
+
+
+@pytest.mark.parametrize("recipe", [jaxmp.fp8.DelayedScaling(), jaxmp.fp8.CurrentScaling()])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
+def test_a_cnn_is_told_the_share_of_fp8(recipe, options):
+    policy = dataclasses.replace(jaxmp.get_policy("fp8"), recipe=recipe)
+    (message,) = set(said(fp8_step(Cnn(), PICTURES, policy, **options), PICTURES))
+    assert (
+        "17% of the FLOPs of the loss's matmuls and convolutions run in it; the rest (83% are of convolutions)"
+        in message
+    )
+    assert "#little-in-fp8" in message
+    share = jaxmp.explain_autocast(Cnn().apply, jax.eval_shape(Cnn().init, jax.random.key(0), PICTURES), PICTURES)
+    convolutions = sum(row.flops for row in share.rows if row.name.startswith("conv"))
+    assert round(100 * convolutions / sum(share.matmul_flops_by_dtype().values())) == 83
+
+
+def test_a_model_of_matmuls_is_not_told():
+    model = nn.Sequential([nn.Dense(64) for _ in range(4)])
+    assert said(fp8_step(model, jnp.ones((16, 64))), jnp.ones((16, 64))) == []
+
+
+def test_an_nnx_cnn_is_told():
+    rngs = nnx.Rngs(0)
+    flat = lambda x: x.reshape(len(x), -1)  # noqa: E731
+    layers = flat, nnx.Linear(32 * 64, 32, rngs=rngs), nnx.Linear(32, 2, rngs=rngs)
+    x = jnp.ones((16, 8, 8, 1))
+    narrow = nnx.Sequential(nnx.Conv(1, 32, (3, 3), rngs=rngs), nnx.Conv(32, 32, (3, 3), rngs=rngs), *layers)
+    optimizer = jaxmp.nnx.Optimizer(narrow, optax.sgd(0.1), policy="fp8")
+    (message,) = said(
+        lambda x: jaxmp.nnx.value_and_grad(lambda net: jnp.mean(net(x)))(narrow, opt_state=optimizer)[0], x
+    )
+    assert "#little-in-fp8" in message
+
+
+# Networks that another loss trains
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_critic_in_the_loss_of_an_actor(enabled):
+    """Its scales belong to its own loss: the warning says how to run it in 16 bits, and that way is silent."""
+    model = nn.Sequential([nn.Dense(32) for _ in range(5)])
+    x = jnp.ones((16, 32))
+    actor, critic = (jaxmp.autocast(model.init, "fp8")(jax.random.key(i), x)["params"] for i in range(2))
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp8").init(actor)
+
+    def loss(params, critic, x):
+        action = model.apply({"params": params}, x)
+        if enabled:
+            return -jnp.mean(model.apply({"params": critic}, action))
+        with jaxmp.fp8.autocast(enabled=False):
+            return -jnp.mean(model.apply({"params": critic}, action))
+
+    def run(critic, x):
+        return jaxmp.value_and_grad(loss, policy="fp8")(actor, critic, x, opt_state=opt_state)
+
+    messages = said(run, critic, x)
+    assert len(messages) == enabled
+    if enabled:
+        assert "those of layers_1, layers_2, layers_3 are closed over" in messages[0]
+        assert "a critic, a discriminator, a teacher" in messages[0]
+        assert "`with jaxmp.fp8.autocast(enabled=False):`" in messages[0]
+    else:
+        assert matmuls(run, critic, x)["bfloat16"] > 3 and "float32" not in matmuls(run, critic, x)

@@ -512,7 +512,8 @@ def _frozen_kernel(eqn: Any, operands: list[Value]) -> Value:
         return jaxprs.run_as_traced(jaxprs.without_scope(eqn), list(sources))[0]
 
     sources = tuple(v.array for v in operands)
-    made = result(widened(*sources))
+    array = widened(*sources)
+    made = Value(array, array.dtype, is_input=True)  # a weight
     made.again = widened, sources
     return made
 

@@ -68,6 +68,10 @@ class FrozenKernel:
         # Autocast traces in float32, and casts afterwards.
         return widened(self.q, self.log2_scale, jnp.float32 if ambient.AUTOCAST.value[1] else self.dtype)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        return np.asarray(jnp.asarray(self), dtype)
+
     def __getitem__(self, key: Any) -> Any:
         return self if key is ... else jnp.asarray(self)[key]
 
