@@ -79,7 +79,7 @@ class TrainState(_Replaced, train_state.TrainState):
 
     It carries its policy: `jaxmp.value_and_grad(loss_fn)(state.params, ..., opt_state=state.opt_state)` runs the loss
     in the policy's precision, as with `policy=`. (Any `with jaxmp.autocast(...)` around that call, or in the loss, has
-    precedence.)
+    precedence; another `policy=` is an error.)
 
     Attributes:
       policy: the policy of the optimizer, static; None: the loss runs as it is written.

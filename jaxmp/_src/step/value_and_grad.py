@@ -77,7 +77,7 @@ def value_and_grad(
       has_aux: whether `fun` returns `(loss, aux)`.
       policy: the policy of the optimizer, or its name; see `get_policy`. The `opt_state` of a `jaxmp.linen.TrainState`
         that was created with a policy brings it along, wherever `state.opt_state` is read (after the state has passed a
-        `jax.jit`; an `opt_state` that passes alone is a plain one).
+        `jax.jit`; an `opt_state` that passes alone is a plain one). Then leave it out, or pass the same.
       accumulate: k, the number of microbatches, >= 1.
       accumulate_argnums: which positional arguments hold the batch; not needed if there is one argument beside those of
         `argnums` and `carry_argnum`. Their arrays are cut along the leading axis, which k must divide; PRNG keys are
@@ -101,12 +101,14 @@ def value_and_grad(
       TypeError: a param is not a float array (named by path); the loss is not a float scalar; arguments in another
         order.
       ValueError: `opt_state` holds no loss scale; `accumulate` does not divide a leading axis, finds no batch among the
-        positional arguments, or several arguments that may hold it; an axis name is not bound; the policy is not known.
+        positional arguments, or several arguments that may hold it; an axis name is not bound; the policy is not known,
+        or is another one than that of the state.
 
     Warns:
       UserWarning: when the loss is traced: 16-bit params, or a policy that computes in 16 bits (the one given here, or
-        that of the optimizer), and no matmul or convolution runs in 16 bits or fp8; fp8 layers whose scales
-        are not differentiated; float16 matmuls without a loss scale; a float16 loss.
+        that of the optimizer), and no matmul or convolution runs in 16 bits or fp8; a policy of fp8, and less than a
+        quarter of the FLOPs of matmuls and convolutions run in it; fp8 layers whose scales are not differentiated;
+        float16 matmuls without a loss scale; a float16 loss.
 
     Example:
       >>> import jaxmp, optax
