@@ -30,7 +30,7 @@ def run():
         yield run
     finally:
         sys.path[:] = before[0]
-        for name in ("run", "flax_examples", "models", "plain_loop", "ported_loop"):
+        for name in ("run", "flax_examples", "models", "plain_loop", "ported_loop", "seeds", "families"):
             sys.modules.pop(name, None)
 
 
@@ -51,6 +51,36 @@ def test_the_stored_results_are_whole(run, results):
         assert set(results["flops"][model]) == set(run.policies_of(model))
         for policy, shares in results["flops"][model].items():
             assert ((model, policy, 0) in rows) == (shares is None or run.wanted_share(policy, shares) is not None)
+
+
+def test_the_table_of_seeds_is_the_stored_results(run):
+    import seeds
+
+    results = json.loads(seeds.RESULTS.read_text())
+    assert f"{seeds.BEGIN}\n\n{seeds.table(results)}\n\n{seeds.END}" in (FOLDER / "README.md").read_text()
+    rows = [(r["model"], r["way"], r["seed"]) for r in results["runs"]]
+    assert len(rows) == len(set(rows)) == len(seeds.families.FAMILIES) * len(seeds.WAYS) * seeds.SEEDS
+    assert results["steps"] == seeds.STEPS and {r["model"] for r in results["runs"]} == set(seeds.families.FAMILIES)
+
+
+def test_a_gap_is_paired_by_seed(run):
+    import seeds
+
+    losses = {
+        "fp32": (2.0, 4.0),
+        "bf16 by hand": (2.2, 4.2),
+        "bf16": (2.1, 4.5),
+        "fp16 by hand": (2.0, 4.0),
+        "fp16": (2, 4),
+    }
+    runs = [
+        {"model": "a", "way": way, "seed": seed, "held_out": loss}
+        for way, pair in losses.items()
+        for seed, loss in enumerate(pair)
+    ]
+    table = seeds.table({"runs": runs, "steps": 3, "versions": {"jax": "1"}})
+    assert "| a | 3, 47.1 % | +6.7 ± 0.0 | +10.0 ± 6.7 | +3.3 ± 6.7 | +0.0 ± 0.0 | +0.0 ± 0.0 | +0.0 ± 0.0 |" in table
+    assert table.endswith("3 steps, 2 seeds, on a CPU; jax 1.")
 
 
 def test_the_readme_counts_the_lines_of_the_loop(run):
