@@ -1,5 +1,10 @@
 """Kernels in fp8 that nobody trains: their values, and what reads them."""
 
+import copy
+import pickle
+
+import equinox as eqx
+import flax
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -72,13 +77,15 @@ def test_only_what_fits_is_frozen():
 @pytest.mark.parametrize(
     ("patterns", "parts"),
     [
-        ("nothing", ("freeze must fit a leaf", "got none for 'nothing'", "a/bias, a/kernel")),
+        ("nothing", ("freeze must fit a leaf", "got none for 'nothing'", "a/bias, a/frozen/q")),
         ("*", ("floats with two axes or more", "float32[32] at a/bias")),
+        ("a/frozen", ("got one that is frozen at a/frozen",)),
     ],
 )
 def test_other_leaves_are_refused(patterns, parts):
+    frozen = jaxmp.fp8.freeze({"kernel": W})["kernel"]
     with pytest.raises(ValueError, match="freeze|frozen") as e:
-        jaxmp.fp8.freeze({"a": {"bias": W[0], "kernel": W}}, patterns)
+        jaxmp.fp8.freeze({"a": {"bias": W[0], "frozen": frozen, "kernel": W}}, patterns)
     assert all(part in str(e.value) for part in parts)
 
 
@@ -87,3 +94,81 @@ def test_nobody_differentiates_it():
     opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "bf16").init({"w": jnp.ones(2)})
     with pytest.raises(TypeError, match=r"got float8_e4m3fn at argument 0/kernel/q. Pass it in another argument"):
         jaxmp.value_and_grad(lambda p: jnp.sum(jnp.asarray(p["kernel"])))(frozen, opt_state=opt_state)
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(jnp.float16, 65504.0), (jnp.float32, 3.4e38), (jnp.bfloat16, 3.3e38)])
+def test_no_finite_weight_becomes_infinite(dtype, largest):
+    """e4m3 would round it up to 2^16 or 2^128: the number of e4m3 below is 1.875 times half of that."""
+    kernel = jaxmp.fp8.freeze({"kernel": jnp.array([[largest, -largest], [1.0, 0.0]], dtype)})["kernel"]
+    below = 1.875 * 2.0**15 if dtype == jnp.float16 else 1.875 * 2.0**127
+    assert_exact(jnp.asarray(kernel).astype(jnp.float32)[0], np.float32([below, -below]))
+    wide = jaxmp.fp8.freeze({"kernel": jnp.array([[65504.0], [1.0]])})["kernel"]  # float32 that a policy casts
+    assert np.isfinite(np.asarray(wide).astype(np.float16)).all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda kernel: jax.tree.map(lambda a: a * 0.5, kernel),
+        lambda kernel: jax.tree.map(lambda a, b: (a + b) / 2, kernel, kernel),
+        lambda kernel: optax.incremental_update(kernel, kernel, 0.5),
+        lambda kernel: jax.tree.map(lambda a: a.astype(jnp.bfloat16), kernel),
+    ],
+)
+def test_a_kernel_that_others_computed_with_is_refused(change):
+    changed = change(jaxmp.fp8.freeze({"kernel": W})["kernel"])
+    for read in (jnp.asarray, np.asarray, lambda k: jnp.ones(48) @ k, lambda k: k[0], lambda k: k.astype(jnp.float32)):
+        with pytest.raises(TypeError, match="a frozen kernel must stay as freeze made it"):
+            read(changed)
+
+
+@pytest.mark.parametrize("under", [lambda f: f, jax.jit, lambda f: jaxmp.autocast(f, "bf16"), jax.checkpoint])
+def test_a_derivative_by_it_is_refused(under):
+    frozen = jaxmp.fp8.freeze(eqx.nn.MLP(8, 4, 32, 1, key=jax.random.key(0)), "*weight")
+    x = jnp.ones((3, 8))
+
+    def loss(model, x):
+        return jnp.mean(under(lambda x: jax.vmap(model)(x))(x) ** 2)
+
+    with pytest.raises(TypeError, match="a frozen kernel has no gradient"):
+        eqx.filter_grad(loss)(frozen, x)
+    assert jnp.isfinite(jax.grad(lambda x: loss(frozen, x))(x)).all()
+
+
+def test_it_is_a_sequence_of_rows_and_takes_arithmetic():
+    kernel = jaxmp.fp8.freeze({"kernel": W})["kernel"]
+    array = np.asarray(kernel)
+    assert len(kernel) == 48
+    for found, expected in (
+        (jnp.stack(list(kernel)), array),
+        (2 * kernel, 2 * array),
+        (kernel + kernel, array + array),
+        (kernel - 1, array - 1),
+        (1 - kernel, 1 - array),
+        (kernel / 2, array / 2),
+        (-kernel, -array),
+        (kernel.T, array.T),
+    ):
+        assert_exact(found, expected)
+    assert kernel != jaxmp.fp8.freeze({"kernel": W})["kernel"]
+    with pytest.raises(AttributeError, match=r"a frozen kernel is no array; got .reshape. Write jnp.asarray"):
+        kernel.reshape(-1)
+    with pytest.raises(AttributeError, match="has no attribute 'other'"):
+        _ = kernel.other
+
+
+def test_descriptions_and_empty_kernels():
+    kernel = jaxmp.fp8.freeze({"kernel": jax.ShapeDtypeStruct((4, 2), jnp.float16)})["kernel"]
+    assert (kernel.q.shape, kernel.log2_scale.shape, kernel.dtype) == ((4, 2), (1, 2), jnp.float16)
+    assert jnp.asarray(jaxmp.fp8.freeze({"kernel": jnp.ones((0, 2))})["kernel"]).shape == (0, 2)
+
+
+def test_serialization():
+    """By flax's msgpack, pickle and copy; not from a kernel that is not frozen."""
+    frozen = jaxmp.fp8.freeze({"kernel": W})
+    text = flax.serialization.to_bytes(frozen)
+    like = jaxmp.fp8.freeze({"kernel": np.zeros_like(W)})
+    for found in (flax.serialization.from_bytes(like, text), pickle.loads(pickle.dumps(frozen)), copy.deepcopy(frozen)):
+        assert_exact(np.asarray(found["kernel"]), np.asarray(frozen["kernel"]))
+    with pytest.raises(ValueError, match="must come from a frozen one; got"):
+        flax.serialization.from_bytes(frozen, flax.serialization.to_bytes({"kernel": W}))

@@ -350,11 +350,10 @@ class _Rows:
             written = max((v.aval.dtype for v in operands), key=lambda d: d.itemsize).name
             group = "fp8 layer" if x.narrow else _group_of(x.eqn, choice, at.lists)
             path = module if x.narrow else x.module
-            self._count(
-                (path, x.eqn.primitive.name, written, x.narrow or written, group),
-                x.times,
-                x.times * jaxprs.flops_of(x.eqn),
-            )
+            flops = jaxprs.flops_of(x.eqn)
+            if x.narrow and len(matmuls) == 1 and hasattr(eqn.params.get("fun"), "flops"):  # inside, it may be padded
+                flops = eqn.params["fun"].flops(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
+            self._count((path, x.eqn.primitive.name, written, x.narrow or written, group), x.times, x.times * flops)
         if not any(x.narrow for x in matmuls):
             self._add(eqn, [], choice, [], at, module, less=sum(x.times * jaxprs.flops_of(x.eqn) for x in matmuls))
 

@@ -92,7 +92,7 @@ class Interpreter:
 
     def _equation(self, i: int, eqn: Any, operands: list[Value], at: At, uses: Uses) -> list[Value]:
         name, group, functions = eqn.primitive.name, uses.groups[i], ()
-        if name in jaxprs.JITS and eqn.params["name"] == frozen.WIDENED:
+        if name in jaxprs.JITS and eqn.params["name"] == frozen.WIDENED and eqn.outvars:  # else nobody reads it
             return [_frozen_kernel(eqn, operands)]
         if name in _FUNCTIONS and i in uses.inner and not choices.has_other_floats(eqn):
             functions = jaxprs.functions_of(eqn)

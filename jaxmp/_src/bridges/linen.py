@@ -7,6 +7,7 @@ arguments to the optimizer, and does not change batch_stats and `step` in a skip
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
@@ -62,16 +63,19 @@ def _replace(self: Any, **updates: Any) -> Any:
 class _Read(Generic[T]):
     """A property that a field of a subclass may replace, such as the `metrics` of flax's own examples.
 
-    A class does not show it, or dataclasses would take it for the default of that field.
+    A class with such a field does not show it, or dataclasses would take it for the field's default.
     """
 
     def __init__(self, read: Callable[[Any], T]):
         self.__doc__, self._read = read.__doc__, read
 
     def __get__(self, state: Any, cls: type) -> T:
-        if state is None:
-            raise AttributeError(f"{cls.__name__} has it in its objects only")
-        return self._read(state)
+        if state is not None:
+            return self._read(state)
+        name = self._read.__name__
+        if any(name in inspect.get_annotations(c) for c in cls.__mro__):
+            raise AttributeError(f"the field {name} of {cls.__name__} has no default")
+        return self  # pyright: ignore[reportReturnType]
 
 
 class TrainState(_Replaced, train_state.TrainState):

@@ -50,8 +50,8 @@ def save_safetensors(
     Args:
       path: the file; with `max_shard_size`, the folder. A model that was there is replaced.
       params: the weights: `jaxmp.get_master_params(opt_state, params)`, or an average of them. All processes of a job
-        call it; the first one writes. A kernel of `jaxmp.fp8.freeze` is written as an array; in fp8 and torch's layout
-        with the very bits and a scale for each row.
+        call it; the first one writes. A kernel of `jaxmp.fp8.freeze` is written as an array; in fp8 by its very bits,
+        with a scale for each column (in torch's layout, row).
       dtype: of floats: float32, bfloat16, float16; float8_e4m3fn for kernels with a scale each, the rest in bfloat16.
         Finite values beyond its range become the largest.
       layout: `"flax"` or `"torch"`.
@@ -94,9 +94,11 @@ def save_safetensors(
 
     def tensors(at: str) -> dict[str, np.ndarray]:
         value: Any = weights[at]
-        if _is_frozen(value) and at in narrow and layout == "torch" and value.ndim == 2:  # the file has the same bits
-            scale = np.exp2(np.asarray(value.log2_scale, np.float32)).reshape(-1)
-            return {names[at]: np.asarray(value.q).T, f"{names[at]}_scale": scale}
+        if _is_frozen(value) and at in narrow:  # the very bits, with a scale for each column
+            parts = np.asarray(value.q), np.exp2(np.asarray(value.log2_scale, np.float32))
+            if layout == "torch" and _is_kernel(at, value):
+                parts = tuple(np.moveaxis(x, (-1, -2), (0, 1)) for x in parts)
+            return dict(zip((names[at], f"{names[at]}_scale"), parts, strict=True))
         value = jnp.asarray(value) if _is_frozen(value) else value
         if isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated:
             value = multihost_utils.process_allgather(value, tiled=True)
@@ -158,7 +160,8 @@ def load_safetensors(
       strict: whether a tensor of the files that is not in `like` is an error. A missing one always is.
 
     Returns:
-      A tree like `like`. Tensors in fp8 are multiplied by their scale: one, or one for each row. What is a frozen
+      A tree like `like`. Tensors in fp8 are multiplied by their scale: one, or one for each row or
+      column. What is a frozen
       kernel there (`jaxmp.fp8.freeze`) is frozen again.
 
     Raises:
@@ -191,10 +194,14 @@ def load_safetensors(
         if value.dtype in (_FP8, jnp.float8_e5m2):
             left.difference_update({f"{name}_scale", f"{name.rpartition('.')[0]}.input_scale".lstrip(".")})
             scale = found.get(f"{name}_scale", np.zeros(0))
-            is_fitting = scale.size == 1 or (scale.size == value.shape[0] == scale.shape[0])
+            by_axes = scale.ndim == value.ndim and all(
+                n in (1, m) for n, m in zip(scale.shape, value.shape, strict=True)
+            )
+            is_fitting = scale.size == 1 or by_axes or (scale.size == value.shape[0] == scale.shape[0])
             if not (is_fitting and casting.is_float(scale) and np.all((scale >= 0) & np.isfinite(scale))):
-                raise ValueError(f"{name} is in fp8, so {name}_scale must be one float, or one for each row.")
-            value = value.astype(np.float32) * scale.astype(np.float32).reshape(-1, *[1] * (value.ndim - 1))
+                raise ValueError(f"{name} is in fp8, so {name}_scale must be one float, or one for each row or column.")
+            scale = scale if by_axes else scale.reshape(-1, *[1] * (value.ndim - 1))
+            value = value.astype(np.float32) * scale.astype(np.float32)
         value = np.moveaxis(value, (0, 1), (-1, -2)) if layout == "torch" and _is_kernel(at, value) else value
         if value.shape != tuple(x.shape):
             raise ValueError(f"{path} must fit the model; {name} has shape {value.shape}, expected {x.shape} at {at}.")

@@ -223,6 +223,11 @@ class _Product(NamedTuple):
         """The product, with the rule of `vmapped`."""
         return vmap_rules.call(self, self.vmapped, *arrays)
 
+    def flops(self, lhs: tuple[int, ...], out: tuple[int, ...]) -> int:
+        """The FLOPs of the forward product of these shapes, without padding."""
+        around = sum(level[0] for level in self.members)  # axes of lhs
+        return 2 * math.prod(out) * math.prod(lhs[around + i] for i in self.gemm.contract[0])
+
     def vmapped(self, size: int, arrays: Sequence[Array], batched: Sequence[bool]) -> tuple[Array, int]:
         """The rule for vmap: a batch of lhs alone becomes rows of lhs: one GEMM, one amax, also backward.
 

@@ -15,12 +15,15 @@ References:
 """
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import serialization
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxmp._src.base import ambient, tree_paths
@@ -30,7 +33,7 @@ _DTYPE = jnp.float8_e4m3fn
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class FrozenKernel:
     """A kernel in fp8, which reads as an array; see `freeze`.
 
@@ -64,7 +67,18 @@ class FrozenKernel:
         """That of the kernel."""
         return self.q.size
 
+    @property
+    def T(self) -> Array:
+        """The transposed kernel as an array."""
+        return jnp.asarray(self).T
+
     def __jax_array__(self) -> Array:
+        q, log2 = self.q.dtype, self.log2_scale.dtype
+        if (q, log2) != (_DTYPE, jnp.int8):
+            raise TypeError(
+                f"a frozen kernel must stay as freeze made it; got parts in {q} and {log2}, as jax.tree.map and optax "
+                f"make them. Compute with jnp.asarray(kernel), and freeze again."
+            )
         # Autocast traces in float32, and casts afterwards.
         return widened(self.q, self.log2_scale, jnp.float32 if ambient.AUTOCAST.value[1] else self.dtype)
 
@@ -75,14 +89,63 @@ class FrozenKernel:
     def __getitem__(self, key: Any) -> Any:
         return self if key is ... else jnp.asarray(self)[key]
 
+    def __len__(self) -> int:
+        return len(self.q)
+
+    def __iter__(self) -> Iterator[Array]:
+        return iter(jnp.asarray(self))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(jax.Array, name):
+            raise AttributeError(f"'FrozenKernel' object has no attribute {name!r}")
+        raise AttributeError(f"a frozen kernel is no array; got .{name}. Write jnp.asarray(kernel).{name}.")
+
     def astype(self, dtype: Any) -> Array:
         """The kernel as an array."""
         return jnp.asarray(self).astype(dtype)
 
 
+def _operator(name: str) -> Callable[..., Array]:
+    return lambda kernel, *others: getattr(jnp.asarray(kernel), name)(*others)
+
+
+for _name in ("add", "sub", "mul", "truediv", "matmul"):
+    setattr(FrozenKernel, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(FrozenKernel, f"__r{_name}__", _operator(f"__r{_name}__"))
+FrozenKernel.__neg__ = _operator("__neg__")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _from_state_dict(kernel: FrozenKernel, state: Any) -> FrozenKernel:
+    if not isinstance(state, dict) or state.keys() != {"q", "log2_scale"}:
+        raise ValueError(
+            f"a frozen kernel must come from a frozen one; got {type(state).__name__}. Load it, then freeze."
+        )
+    return FrozenKernel(state["q"], state["log2_scale"], kernel.dtype)
+
+
+serialization.register_serialization_state(
+    FrozenKernel, lambda kernel: {"q": kernel.q, "log2_scale": kernel.log2_scale}, _from_state_dict
+)
+
+
+@jax.custom_jvp
+def _not_differentiated(q: Array) -> Array:
+    return q
+
+
+@functools.partial(_not_differentiated.defjvp, symbolic_zeros=True)
+def _refuse(primals: tuple[Array], tangents: tuple[Any]) -> tuple[Array, Any]:
+    if not isinstance(tangents[0], SymbolicZero):
+        raise TypeError(
+            "a frozen kernel has no gradient; got a loss that is differentiated by it. Differentiate the adapters "
+            "alone: pass the base in another argument, in nnx wrt=nnx.LoRAParam."
+        )
+    return primals[0], tangents[0]
+
+
 def _widened(q: Array, log2_scale: Array, dtype: Any) -> Array:
     scale = float_bits.normal_power_of_two(log2_scale.astype(jnp.float32))
-    return (q.astype(jnp.float32) * scale).astype(dtype)
+    return (_not_differentiated(q).astype(jnp.float32) * scale).astype(dtype)
 
 
 WIDENED = "jaxmp_widened_frozen_kernel"
@@ -107,10 +170,12 @@ def freeze(params: PyTree, patterns: str | Iterable[str] = "*kernel") -> PyTree:
       patterns: which leaves, by path patterns; they have two axes or more, and floats of 16 bits or more.
 
     Returns:
-      The tree with a `FrozenKernel` in place of each such leaf. An element that is not finite becomes NaN.
+      The tree with a `FrozenKernel` in place of each such leaf. An element that is not finite becomes NaN; no finite
+      one rounds up to infinity in float16 or float32. `jax.tree.map` sees the two parts of a frozen kernel: what it
+      computes with them is an error where the kernel is read.
 
     Raises:
-      ValueError: no leaf fits; a leaf that fits has other axes or numbers, named by path.
+      ValueError: no leaf fits; a leaf that fits has other axes or numbers, or is frozen already, named by path.
 
     Example:
       >>> params = {"base": {"kernel": jnp.ones((64, 32))}, "lora": {"a": jnp.ones((64, 2)), "b": jnp.zeros((2, 32))}}
@@ -127,33 +192,41 @@ def freeze(params: PyTree, patterns: str | Iterable[str] = "*kernel") -> PyTree:
         if not tree_paths.matches(path, patterns):
             return x
         found = True
-        if not casting.is_float(x) or x.ndim < 2:
+        if isinstance(x, FrozenKernel) or not casting.is_float(x) or x.ndim < 2:
             got = f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
-            raise ValueError(f"a frozen kernel must be floats with two axes or more; got {got} at {path}.")
+            got = "one that is frozen" if isinstance(x, FrozenKernel) else got
+            raise ValueError(f"a frozen kernel is made of floats with two axes or more; got {got} at {path}.")
         return kernel_of(x)
 
-    made = tree_paths.map_with_path(frozen, params)
+    made = tree_paths.map_with_path(frozen, params, is_leaf=lambda x: isinstance(x, FrozenKernel))
     if not found:
         paths = list(tree_paths.leaves_by_path(params))
         raise ValueError(f"freeze must fit a leaf; got none for {patterns!r}. The params are {', '.join(paths[:4])}.")
     return made
 
 
-def kernel_of(x: Array) -> FrozenKernel:
-    """An array, frozen."""
-    q, log2_scale = _quantized(jnp.asarray(x))
+def kernel_of(x: Any) -> FrozenKernel:
+    """An array, or its description, frozen."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.eval_shape(kernel_of, x)
+    x = jnp.asarray(x)
+    q, log2_scale = _quantized(x)
     return FrozenKernel(q, log2_scale, np.dtype(x.dtype))
+
+
+# Numbers above these, which e4m3 has at any power of two, would round up to 2^16 and 2^128.
+_BELOW_THE_TOP = {65504.0: 61440.0, float(np.finfo(np.float32).max): 1.875 * 2.0**127}
 
 
 @jax.jit
 def _quantized(x: Array) -> tuple[Array, Array]:
     """(q, log2_scale) of a kernel."""
     x = x.astype(jnp.float32)
-    magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
-    amax = jnp.max(magnitude, axis=-2, keepdims=True)
+    for top, below in _BELOW_THE_TOP.items():
+        x = jnp.where((jnp.abs(x) > below) & (jnp.abs(x) <= top), jnp.copysign(jnp.float32(below), x), x)
+    amax = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), axis=-2, keepdims=True, initial=0)
     log2_scale = -float_bits.exponent_of_largest_scale(jnp.where(amax > 0, amax, 1), float(jnp.finfo(_DTYPE).max))
     log2_scale = jnp.clip(log2_scale, -126, 126)
     y = x * float_bits.normal_power_of_two(-log2_scale.astype(jnp.float32))
-    return jnp.where(jnp.isfinite(x), casting.saturating_cast(y, _DTYPE), np.array(np.nan, _DTYPE)), log2_scale.astype(
-        jnp.int8
-    )
+    q = jnp.where(jnp.isfinite(x), casting.saturating_cast(y, _DTYPE), np.array(np.nan, _DTYPE))
+    return q, log2_scale.astype(jnp.int8)

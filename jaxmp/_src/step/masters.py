@@ -237,7 +237,7 @@ def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> P
             if not is_frozen and not casting.is_float(x):
                 raise TypeError(
                     f"params must be float; got {getattr(x, 'dtype', type(x).__name__)} at {path}. Keep it out of "
-                    f"params."
+                    f"params (in nnx by wrt=nnx.LoRAParam)."
                 )
         # jax leaves out selections between arrays without elements, so the program does not show which are frozen.
         is_empty = all(casting.is_float(x) and x.size == 0 for x in jax.tree.leaves(unit))

@@ -131,11 +131,11 @@ class StepState(NamedTuple):
         path = None if name.startswith("_") else _path_of_field(self.optimizer_state, name)
         if path is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise AttributeError(
-            f"opt_state has no {name}; the state of the optimizer inside has: opt_state.optimizer_state{path}.{name}. "
-            f"Give functions of optax that state, and the params of jaxmp.get_master_params(opt_state, params). To "
-            f"change a number, call optax.tree.set(opt_state, learning_rate=1e-4)."
-        )
+        use = "Give functions of optax that state, and the params of jaxmp.get_master_params(opt_state, params)."
+        if name == "hyperparams":
+            use = "To change a number, call optax.tree.set(opt_state, learning_rate=jnp.float32(1e-4))."
+        where = f"opt_state.optimizer_state{path}.{name}"
+        raise AttributeError(f"opt_state has no {name}; the state of the optimizer inside has: {where}. {use}")
 
 
 def _path_of_field(state: Any, name: str) -> str | None:

@@ -323,7 +323,7 @@ def check_params(params: dict[int, PyTree], k: int) -> None:
         if not casting.is_float(jnp.asarray(x) if isinstance(x, int | float | complex) else x):
             raise TypeError(
                 f"params must be float; got {getattr(x, 'dtype', type(x).__name__)} at argument "
-                f"{tree_paths.path_str(path)}. Pass it in another argument."
+                f"{tree_paths.path_str(path)}. Pass it in another argument (in nnx, leave it out by wrt=nnx.LoRAParam)."
             )
     if k > 1 and (path := host_memory.first_on_host(params)) is not None:
         raise ValueError(
