@@ -43,7 +43,6 @@ from jaxmp._src.loss_scale.dynamic import DynamicLossScale as DynamicLossScale
 from jaxmp._src.loss_scale.static import NoOpLossScale as NoOpLossScale
 from jaxmp._src.loss_scale.static import StaticLossScale as StaticLossScale
 from jaxmp._src.step.shared_scale import shared_loss_scale as shared_loss_scale
-from jaxmp._src.step.state import LossScaleState as LossScaleState
 from jaxmp._src.step.scale_reads import get_loss_scale as get_loss_scale
 from jaxmp._src.step.state import get_master_params as get_master_params
 from jaxmp._src.step.state import get_metrics as get_metrics

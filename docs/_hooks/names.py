@@ -36,7 +36,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     "step": {
         "A step": ("mixed_precision", "value_and_grad", "apply_gradients"),
         "Policies": ("get_policy", "Policy", "weight_decay_mask"),
-        "Reading the state": ("get_metrics", "get_master_params", "get_loss_scale", "unscale", "LossScaleState"),
+        "Reading the state": ("get_metrics", "get_master_params", "get_loss_scale", "unscale"),
         "State beside the optimizer": ("keep_if_skipped", "reload_master_params"),
         "Parts that work alone": ("unscale_and_skip", "keep_master_params", "shared_loss_scale"),
         "Checks of a run": ("check_progress", "TrainingStuck", "UnreadLossScale"),

@@ -162,8 +162,8 @@ def freeze(params: PyTree, patterns: str | Iterable[str] = "*kernel") -> PyTree:
     same, and the copy is kept. Differentiate with respect to the adapters alone, and pass the base in another argument
     of the loss; in nnx, `wrt=nnx.LoRAParam` does that.
 
-        base = jaxmp.fp8.freeze(base)                                                        # linen, plain pytrees
-        nnx.update(model, jaxmp.fp8.freeze(nnx.state(model, nnx.Param), "*/kernel"))         # nnx
+        base = jaxmp.fp8.freeze(base)                                              # linen, plain pytrees
+        nnx.update(model, jaxmp.fp8.freeze(nnx.state(model, nnx.Param)))           # nnx
 
     Args:
       params: a tree of arrays.
