@@ -37,7 +37,7 @@ from jaxmp._src.fp8.nvfp4 import NVFP4 as NVFP4
 from jaxmp._src.fp8.ragged_matmul import ragged_dot as ragged_dot
 from jaxmp._src.fp8.remat import save_quantized as save_quantized
 from jaxmp._src.fp8.scale_leaves import Scales as Scales, is_scale as is_scale, with_scales as with_scales
-from jaxmp._src.numerics.frozen import freeze as freeze
+from jaxmp._src.numerics.frozen_kernel import freeze as freeze
 from jaxmp._src.numerics.quantize import dequantize as dequantize, quantize as quantize
 from jaxmp._src.step.calibrate import calibrate as calibrate
 from jaxmp._src.step.scales import get_amaxes as get_amaxes, get_scales as get_scales, resize_history as resize_history

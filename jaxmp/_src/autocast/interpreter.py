@@ -27,7 +27,7 @@ from jaxmp._src.autocast.choices import Choice
 from jaxmp._src.autocast.value_uses import Uses, find_uses
 from jaxmp._src.autocast.values import CONSTANTS, DATA, WEIGHTS, Value, cast, result
 from jaxmp._src.base import compat, vmap_rules
-from jaxmp._src.numerics import frozen
+from jaxmp._src.numerics import frozen_kernel
 from jaxmp._src.programs import compiled, jaxprs, module_paths
 
 Place = tuple[int, ...]  # of an equation: its number, of the function in it, of the equation in that function, ...
@@ -92,7 +92,7 @@ class Interpreter:
 
     def _equation(self, i: int, eqn: Any, operands: list[Value], at: At, uses: Uses) -> list[Value]:
         name, group, functions = eqn.primitive.name, uses.groups[i], ()
-        if name in jaxprs.JITS and eqn.params["name"] == frozen.WIDENED and eqn.outvars:  # else nobody reads it
+        if name in jaxprs.JITS and eqn.params["name"] == frozen_kernel.WIDENED and eqn.outvars:  # else nobody reads it
             return [_frozen_kernel(eqn, operands)]
         if name in _FUNCTIONS and i in uses.inner and not choices.has_other_floats(eqn):
             functions = jaxprs.functions_of(eqn)

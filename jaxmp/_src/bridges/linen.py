@@ -224,10 +224,10 @@ class TrainState(_Replaced, train_state.TrainState):
 
         Example:
           >>> import jax.numpy as jnp
-          >>> params32 = {"w": jnp.array([1.001])}
+          >>> params32 = {"w": jnp.array([0.3])}
           >>> state = TrainState.create(apply_fn=None, params=params32, tx=optax.sgd(0.1), policy="bf16")
           >>> state.params, state.master_params
-          ({'w': Array([1.], dtype=bfloat16)}, {'w': Array([1.001], dtype=float32)})
+          ({'w': Array([0.300781], dtype=bfloat16)}, {'w': Array([0.3], dtype=float32)})
         """
         return states.get_master_params(self.opt_state, self.params)
 

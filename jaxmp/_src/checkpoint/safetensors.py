@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 from jaxmp._src.base import optional, tree_paths
 from jaxmp._src.devices import shardings
 from jaxmp._src.fp8 import scale_leaves
-from jaxmp._src.numerics import casting, frozen
+from jaxmp._src.numerics import casting, frozen_kernel
 from jaxmp._src.step import argument_kinds
 
 Layout = Literal["flax", "torch"]
@@ -182,7 +182,7 @@ def load_safetensors(
     def take(at: str, x: Any) -> Any:
         if _is_frozen(x):
             like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings.chosen(x.q))
-            return frozen.kernel_of(take(at, like))
+            return frozen_kernel.kernel_of(take(at, like))
         if scale_leaves.is_scale(at):
             return scale_leaves.started(at, x)
         name = rename(_name(at, layout))
@@ -266,7 +266,7 @@ def _rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def _is_frozen(x: Any) -> bool:
-    return isinstance(x, frozen.FrozenKernel)
+    return isinstance(x, frozen_kernel.FrozenKernel)
 
 
 def _is_kernel(path: str, x: Any) -> bool:

@@ -39,7 +39,7 @@ from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.gemms import Gemm
 from jaxmp._src.fp8.scale_leaves import Scales as Scales
 from jaxmp._src.numerics import casting
-from jaxmp._src.numerics.frozen import FrozenKernel
+from jaxmp._src.numerics.frozen_kernel import FrozenKernel
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
