@@ -67,7 +67,7 @@ def test_master_params_of_a_train_state(policy):
 def test_master_params_of_split_masters(bits):
     tx = jaxmp.mixed_precision(optax.adam(1e-2), "bf16", remainder_bits=bits)
     state = step(state_of(tx=tx))
-    assert_close(state.master_params, step(state_of()).master_params, rtol=1e-4 if bits == 8 else 1e-7)
+    assert_close(state.master_params, step(state_of()).master_params, rtol=1e-4 if bits == 8 else 1e-6)
 
 
 def test_master_params_without_a_policy():
@@ -284,6 +284,6 @@ def test_schedule_free_evaluates_the_float32_weights():
         updates, opt_state = plain.update(jax.tree.map(lambda g: g.astype(F32), grads), opt_state, params)
         params = optax.apply_updates(params, updates)
     found = optax.contrib.schedule_free_eval_params(state.opt_state.optimizer_state, state.master_params)
-    assert_close(found, optax.contrib.schedule_free_eval_params(opt_state, params), rtol=1e-6)
+    assert_close(found, optax.contrib.schedule_free_eval_params(opt_state, params), rtol=1e-5)
     with pytest.raises(AttributeError, match="opt_state.optimizer_state"):
         optax.contrib.schedule_free_eval_params(state.opt_state, state.params)
