@@ -138,7 +138,9 @@ def step_of(name: str, policy: str) -> Any:
     [
         *((name, policy, 0) for name in MODELS for policy in ("bf16", "fp16")),
         ("flax's ResNet", "fp8", 0.02),  # its projection, the only convolution of one pixel
-        ("an nnx transformer", "fp8", 0.7),  # all but its embedding, which is its head, and attention's products
+        # All but attention's products, its embedding, and `down`: `to_fp8` takes the last attribute for the last layer,
+        # as its docstring says, where the embedding is the head. `filter=` would choose `down`.
+        ("an nnx transformer", "fp8", 0.6),
     ],
 )
 def test_its_matmuls_run_in_16_bits(name, policy, in_fp8):
