@@ -132,6 +132,7 @@ def step_of(name: str, policy: str) -> Any:
     return make_step(model(), policy, cross_entropy, x, loss_scale=SCALE)
 
 
+@pytest.mark.filterwarnings("ignore:.*#little-in-fp8")  # of the ResNet
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("name", "policy", "in_fp8"),
