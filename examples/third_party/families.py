@@ -13,9 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from models import SMALL, Model, cross_entropies, digits, drawn, text
-
-PICTURES = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0, **SMALL}
+from models import SMALL, WITHOUT_DROPOUT, Model, cross_entropies, digit_of_picture, digits, drawn, resnet, text
 
 
 def resnet18(seed: int, dtype: Any) -> Model:
@@ -42,42 +40,20 @@ def haiku_resnet(seed: int, dtype: Any) -> Model:
     import jmp
 
     low, norms = jmp.Policy(jnp.float32, dtype, jnp.float32), jmp.Policy(jnp.float32, jnp.float32, dtype)
+    model = resnet(seed)
 
-    def forward(x):
+    def loss(params, state, batch):
         with hk.mixed_precision.push_policy(hk.nets.ResNet, low), hk.mixed_precision.push_policy(hk.BatchNorm, norms):
-            return hk.nets.ResNet(
-                (1, 1, 1, 1), 10, bottleneck=False, channels_per_group=(8, 8, 16, 16), use_projection=(True,) * 4
-            )(x, is_training=True)
+            return model.loss(params, state, batch)
 
-    net = hk.transform_with_state(forward)
-    images, labels = digits()
-    images = images.repeat(2, axis=1).repeat(2, axis=2)
-    params, state = jax.jit(net.init)(jax.random.key(seed), images[:2])
-
-    def loss(params, state, batch):
-        x, y = batch
-        logits, state = net.apply(params, state, None, x)
-        return cross_entropies(logits, y).mean(), state
-
-    return Model(params, state, loss, *drawn((images, labels)))
-
-
-def _pictures(model: Any) -> Model:
-    """A model of transformers that classifies digits of 8 x 8 pixels."""
-    images, labels = digits()
-
-    def loss(params, state, batch):
-        x, y = batch
-        return cross_entropies(model(x, params=params).logits, y).mean(), state
-
-    return Model(model.params, None, loss, *drawn((images.transpose(0, 3, 1, 2), labels)))
+    return model._replace(loss=loss)
 
 
 def dinov2(seed: int, dtype: Any) -> Model:
     from transformers import Dinov2Config, FlaxDinov2ForImageClassification
 
-    config = Dinov2Config(image_size=8, patch_size=2, num_channels=1, num_labels=10, mlp_ratio=4, **PICTURES)
-    return _pictures(FlaxDinov2ForImageClassification(config, seed=seed, input_shape=(1, 8, 8, 1), dtype=dtype))
+    config = Dinov2Config(image_size=8, patch_size=2, num_channels=1, num_labels=10, mlp_ratio=4, **WITHOUT_DROPOUT)
+    return digit_of_picture(FlaxDinov2ForImageClassification(config, seed=seed, input_shape=(1, 8, 8, 1), dtype=dtype))
 
 
 def beit(seed: int, dtype: Any) -> Model:
@@ -91,9 +67,9 @@ def beit(seed: int, dtype: Any) -> Model:
         drop_path_rate=0,
         use_relative_position_bias=True,
         layer_scale_init_value=0.1,
-        **PICTURES,
+        **WITHOUT_DROPOUT,
     )
-    return _pictures(FlaxBeitForImageClassification(config, seed=seed, input_shape=(1, 8, 8, 1), dtype=dtype))
+    return digit_of_picture(FlaxBeitForImageClassification(config, seed=seed, input_shape=(1, 8, 8, 1), dtype=dtype))
 
 
 def clip(seed: int, dtype: Any) -> Model:

@@ -18,6 +18,7 @@ import optax
 DIGITS = Path(__file__).resolve().parents[1] / "data" / "digits.npz"
 LENGTH, MASK, PAD = 32, 256, 1  # of a text; the token of BERT's mask; a byte that no text has
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
+WITHOUT_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0, **SMALL}
 
 
 class Model(NamedTuple):
@@ -82,6 +83,17 @@ def next_bytes(model: Any) -> Model:
     return Model(model.params, None, loss, *drawn(text()))
 
 
+def digit_of_picture(model: Any) -> Model:
+    """A model of transformers that classifies pictures of 8 x 8 pixels."""
+    images, labels = digits()
+
+    def loss(params, state, batch):
+        x, y = batch
+        return cross_entropies(model(x, params=params).logits, y).mean(), state
+
+    return Model(model.params, None, loss, *drawn((images.transpose(0, 3, 1, 2), labels)))
+
+
 def masked_bytes(model: Any) -> Model:
     """A language model of transformers that fills in masked bytes."""
     masked = np.random.default_rng(0).random(text().shape) < 0.15
@@ -133,9 +145,7 @@ def bert(seed: int) -> Model:
     config = BertConfig(
         vocab_size=MASK + 1,
         max_position_embeddings=LENGTH,
-        hidden_dropout_prob=0,
-        attention_probs_dropout_prob=0,
-        **SMALL,
+        **WITHOUT_DROPOUT,
     )
     return masked_bytes(FlaxBertForMaskedLM(config, seed=seed, input_shape=(1, LENGTH)))
 
@@ -147,9 +157,7 @@ def roberta(seed: int) -> Model:
         vocab_size=MASK + 1,
         max_position_embeddings=LENGTH + PAD + 1,
         pad_token_id=PAD,
-        hidden_dropout_prob=0,
-        attention_probs_dropout_prob=0,
-        **SMALL,
+        **WITHOUT_DROPOUT,
     )
     return masked_bytes(FlaxRobertaForMaskedLM(config, seed=seed, input_shape=(1, LENGTH)))
 
@@ -197,18 +205,9 @@ def vit(seed: int) -> Model:
         patch_size=2,
         num_channels=1,
         num_labels=10,
-        hidden_dropout_prob=0,
-        attention_probs_dropout_prob=0,
-        **SMALL,
+        **WITHOUT_DROPOUT,
     )
-    model = FlaxViTForImageClassification(config, seed=seed, input_shape=(1, 8, 8, 1))
-    images, labels = digits()
-
-    def loss(params, state, batch):
-        x, y = batch
-        return cross_entropies(model(x, params=params).logits, y).mean(), state
-
-    return Model(model.params, None, loss, *drawn((images.transpose(0, 3, 1, 2), labels)))
+    return digit_of_picture(FlaxViTForImageClassification(config, seed=seed, input_shape=(1, 8, 8, 1)))
 
 
 def resnet(seed: int) -> Model:

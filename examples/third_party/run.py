@@ -12,12 +12,8 @@ import argparse
 import collections
 import difflib
 import functools
-import importlib.metadata
 import itertools
-import json
-import platform
 import statistics
-import tempfile
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,11 +24,12 @@ import models
 import optax
 import plain_loop
 import ported_loop
+import stored
 
 import jaxmp
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE.parents[1] / "benchmarks" / "results" / "third_party.json"
+RESULTS = stored.RESULTS / "third_party.json"
 BEGIN, END = "<!-- table: written by run.py -->", "<!-- table: end -->"
 PACKAGES = ("jax", "flax", "optax", "transformers", "dm-haiku", "equinox")
 IN_LAYERS, ROUNDED_ONCE = "fp8 in layers", "fp32, rounded once"
@@ -156,9 +153,7 @@ def table(results: dict[str, Any]) -> str:
             gaps = [100 * (found[seed] / losses["fp32"][seed] - 1) for seed in found]
             shown = ", ".join(f"{gap:+.2f} %" for gap in gaps)
             lines.append(f"{cells} {statistics.mean(found.values()):.3f} | {shown} | {skipped[policy]} |")
-    versions = ", ".join(f"{package} {version}" for package, version in results["versions"].items())
-    seeds = len({r["seed"] for r in results["runs"]})
-    return "\n".join([*lines, "", f"{results['steps']} steps, {seeds} seed{'s' * (seeds > 1)}, on a CPU; {versions}."])
+    return "\n".join([*lines, "", stored.footer(results)])
 
 
 def shown_shares(policy: str, shares: dict[str, dict[str, float]] | None) -> str:
@@ -173,31 +168,6 @@ def shown_shares(policy: str, shares: dict[str, dict[str, float]] | None) -> str
     of_wanted = "it has none" if wanted is None else f"{wanted:.0f} %"
     rest = ", ".join(f"{BY_RULE.get(why, why)} {x:.1f} %" for why, x in shares["wider"].items())
     return f"{inside:.1f} % | {of_wanted} | {rest}"
-
-
-def write_table(results: dict[str, Any]) -> None:
-    page = HERE / "README.md"
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}")
-
-
-def new_results(steps: int) -> dict[str, Any]:
-    versions = {package: importlib.metadata.version(package) for package in PACKAGES}
-    return {
-        "command": "python examples/third_party/run.py",
-        "device": "CPU",
-        "versions": {"python": platform.python_version(), **versions},
-        "steps": steps,
-        "flops": {},
-        "runs": [],
-    }
-
-
-def goes_on(results: dict[str, Any]) -> dict[str, Any]:
-    """The stored results, if they are of the same versions and steps; else those given."""
-    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    is_same = all(stored.get(key) == results[key] for key in ("versions", "steps"))
-    return stored if is_same else results
 
 
 def add_rows(results: dict[str, Any], names: Iterable[str], seeds: int) -> Iterable[dict[str, Any]]:
@@ -224,17 +194,14 @@ def main() -> None:
     parser.add_argument("--no-table", action="store_true", help="print the table, and write nothing")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=jaxmp.fp8.FallbackWarning)
-    jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())  # another seed is the same program
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    results = new_results(args.steps)
+    stored.keep_programs()
+    results = stored.new_results("python examples/third_party/run.py", PACKAGES, args.steps) | {"flops": {}}
     if not args.no_table:
-        results = goes_on(results)
+        results = stored.goes_on(RESULTS, results)
     for row in add_rows(results, [name for name in models.MODELS if args.models in name], args.seeds):
         print(row, flush=True)
         if not args.no_table:
-            RESULTS.with_suffix(".new").write_text(json.dumps(results, indent=1) + "\n")
-            RESULTS.with_suffix(".new").replace(RESULTS)
-            write_table(results)
+            stored.write(RESULTS, results, BEGIN, END, table(results))
     if args.no_table:
         print(table(results))
 

@@ -1,6 +1,6 @@
 """Is a gap to float32 noise? Trains each model of families.py with several seeds, and writes a table into README.md.
 
-pip install '.[third-party]' && pip install --no-deps flaxmodels
+pip install '.[third-party]' && pip install --no-deps flaxmodels && pip install h5py pillow requests
 python examples/third_party/seeds.py                 all of it: an hour on two cores
 python examples/third_party/seeds.py --models CLIP --steps 5 --seeds 2 --no-table
 
@@ -10,15 +10,10 @@ goes on where it was, if the versions are the same.
 """
 
 import argparse
-import importlib.metadata
 import itertools
-import json
 import math
-import platform
 import statistics
-import tempfile
 import warnings
-from pathlib import Path
 from typing import Any
 
 import families
@@ -27,12 +22,12 @@ import jax.numpy as jnp
 import models
 import optax
 import plain_loop
+import stored
 from flax.training import dynamic_scale
 
 import jaxmp
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE.parents[1] / "benchmarks" / "results" / "third_party_seeds.json"
+RESULTS = stored.RESULTS / "third_party_seeds.json"
 BEGIN, END = "<!-- seeds: written by seeds.py -->", "<!-- seeds: end -->"
 PACKAGES = ("jax", "flax", "optax", "transformers", "dm-haiku", "flaxmodels")
 STEPS, SEEDS = 200, 5
@@ -125,28 +120,7 @@ def table(results: dict[str, Any]) -> str:
             by_hand = f"{policy} by hand"
             cells += [gaps(by_hand, "fp32"), gaps(policy, "fp32"), gaps(policy, by_hand)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    versions = ", ".join(f"{package} {version}" for package, version in results["versions"].items())
-    seeds = len({r["seed"] for r in results["runs"]})
-    return "\n".join([*lines, "", f"{results['steps']} steps, {seeds} seeds, on a CPU; {versions}."])
-
-
-def new_results(steps: int) -> dict[str, Any]:
-    versions = {package: importlib.metadata.version(package) for package in PACKAGES}
-    return {
-        "command": "python examples/third_party/seeds.py",
-        "device": "CPU",
-        "versions": {"python": platform.python_version(), **versions},
-        "steps": steps,
-        "runs": [],
-    }
-
-
-def write(results: dict[str, Any]) -> None:
-    RESULTS.with_suffix(".new").write_text(json.dumps(results, indent=1) + "\n")
-    RESULTS.with_suffix(".new").replace(RESULTS)
-    page = HERE / "README.md"
-    before, rest = page.read_text().split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}")
+    return "\n".join([*lines, "", stored.footer(results)])
 
 
 def main() -> None:
@@ -157,12 +131,10 @@ def main() -> None:
     parser.add_argument("--no-table", action="store_true", help="print the table, and write nothing")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*np.float64 is requested.*")
-    jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())  # another seed is the same program
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    results = new_results(args.steps)
-    if RESULTS.exists() and not args.no_table:
-        stored = json.loads(RESULTS.read_text())
-        results = stored if all(stored[key] == results[key] for key in ("versions", "steps")) else results
+    stored.keep_programs()
+    results = stored.new_results("python examples/third_party/seeds.py", PACKAGES, args.steps)
+    if not args.no_table:
+        results = stored.goes_on(RESULTS, results)
     done = {(r["model"], r["way"], r["seed"]) for r in results["runs"]}
     names = [name for name in families.FAMILIES if args.models in name]
     for name, seed, way in itertools.product(names, range(args.seeds), WAYS):
@@ -170,7 +142,7 @@ def main() -> None:
             results["runs"].append(run(name, way, seed, args.steps))
             print(results["runs"][-1], flush=True)
             if not args.no_table:
-                write(results)
+                stored.write(RESULTS, results, BEGIN, END, table(results))
         jax.clear_caches()
     print(table(results))
 

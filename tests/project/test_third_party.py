@@ -30,7 +30,7 @@ def run():
         yield run
     finally:
         sys.path[:] = before[0]
-        for name in ("run", "flax_examples", "models", "plain_loop", "ported_loop", "seeds", "families"):
+        for name in ("run", "flax_examples", "models", "plain_loop", "ported_loop", "seeds", "families", "stored"):
             sys.modules.pop(name, None)
 
 
