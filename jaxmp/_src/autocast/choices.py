@@ -124,16 +124,13 @@ def _in_dtype(eqn: Any, operands: list[Value], dtype: Any, group: str) -> Choice
     return Choice("once" if once else "bind", group, dtype, dtype, kept, home, summed)
 
 
-_ENTERED = (jaxprs.CALLS | jaxprs.CONTROL_FLOW | {"shard_map"}) - jaxprs.WITH_OWN_DERIVATIVE
-
-
 def has_other_floats(eqn: Any) -> bool:
     """Whether an operand or result is a float that autocast does not cast: float64, complex, fp8.
 
     A function with its own derivative also has scales of fp8, whose dtype is their own: their gradients are its rule's.
     """
     dtypes: set[Any] = {getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)} - FLOATS
-    if eqn.primitive.name in _ENTERED:  # what reads fp8 inside runs as written
+    if eqn.primitive.name in jaxprs.WITH_FUNCTIONS - jaxprs.WITH_OWN_DERIVATIVE:  # what reads fp8 inside is as written
         dtypes = {d for d in dtypes if d is None or not jaxprs.any_fp8([d])}
     if None in dtypes or any(jnp.issubdtype(d, jnp.inexact) for d in dtypes):
         return True

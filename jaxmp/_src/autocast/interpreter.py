@@ -94,7 +94,7 @@ class Interpreter:
         name, group, functions = eqn.primitive.name, uses.groups[i], ()
         if name in jaxprs.JITS and eqn.params["name"] == frozen_kernel.WIDENED and eqn.outvars:  # else nobody reads it
             return [_frozen_kernel(eqn, operands)]
-        if name in _FUNCTIONS and i in uses.inner and not choices.has_other_floats(eqn):
+        if name in jaxprs.WITH_FUNCTIONS and i in uses.inner and not choices.has_other_floats(eqn):
             functions = jaxprs.functions_of(eqn)
         if functions and group != "force_fp32" and _changes(functions, at.lists):
             results = self._call(eqn, group, functions, operands, at, uses.inner[i])
@@ -102,7 +102,7 @@ class Interpreter:
             choice = choices.WRITTEN
             if functions and group is not None:
                 choice = choice._replace(group="force_fp32")
-            elif name not in _FUNCTIONS:
+            elif name not in jaxprs.WITH_FUNCTIONS:
                 choice = choices.choose(i, eqn, operands, at.lists, uses)
             results = self._operation(eqn, operands, choice, at)
             if self.recorder is not None:
@@ -110,8 +110,8 @@ class Interpreter:
             if choice.how == "same":
                 return results
             made_of = max((v.made_of for v in operands), default=CONSTANTS)
-            if len(operands) == len(results) == 1 and operands[0].again and results[0] is not operands[0]:
-                results[0].again = self._made_again(eqn, operands[0], choice, at)
+            if len(operands) == len(results) == 1 and operands[0].origin and results[0] is not operands[0]:
+                results[0].origin = self._origin_after(eqn, operands[0], choice, at)
             for v in results:
                 v.made_of = made_of
                 v.is_cast_down = choice.how in ("low", "once") or FLOAT32 in (choice.dtype, *choice.kept)
@@ -173,15 +173,15 @@ class Interpreter:
             results.append(v)
         return results
 
-    def _made_again(self, eqn: Any, operand: Value, choice: Choice, at: At) -> Any:
-        """How the result of a move or cast of a frozen kernel is made again (`Value.again`)."""
-        assert operand.again is not None
-        made, sources = operand.again
+    def _origin_after(self, eqn: Any, operand: Value, choice: Choice, at: At) -> Any:
+        """`Value.origin` of a frozen kernel after a move or cast of it."""
+        assert operand.origin is not None
+        widened, parts = operand.origin
 
-        def run(*sources: Any) -> Any:
-            return self._operation(eqn, [operand.holds(made(*sources))], choice, at)[0].array
+        def moved(*parts: Any) -> Any:
+            return self._operation(eqn, [operand.holds(widened(*parts))], choice, at)[0].array
 
-        return run, sources
+        return moved, parts
 
     def _matmul(self, eqn: Any, operands: list[Value], choice: Choice, at: At) -> Value:
         """A matmul or convolution, of 16-bit operands or as it was written."""
@@ -205,18 +205,17 @@ class Interpreter:
                 return jaxprs.run_as_traced(jaxprs.without_scope(eqn), arrays)[0]
             return _bind(eqn, arrays, dtype)[0]
 
-        frozen_ones = {k: v.again for k, v in enumerate(operands[:2]) if v.again}
-        if frozen_ones:  # the backward pass makes them again from fp8, and keeps no copy
-            others = [None if k in frozen_ones else x for k, x in enumerate(arrays)]
-            dtypes = [x.dtype for x in arrays]
+        origins = {k: v.origin for k, v in enumerate(operands[:2]) if v.origin}
+        if not origins:
+            return Value(multiplied(arrays), result_dtype, eqn.outvars[0].aval.ndim > 0)
+        dtypes, parts = [x.dtype for x in arrays], {k: parts for k, (_, parts) in origins.items()}
+        activations = [None if k in origins else x for k, x in enumerate(arrays)]
 
-            def again(others: list[Any], sources: dict[int, Any]) -> Any:
-                made = {k: cast(frozen_ones[k][0](*sources[k]), dtypes[k]) for k in frozen_ones}
-                return multiplied([made.get(k, x) for k, x in enumerate(others)])
+        def of_parts(activations: list[Any], parts: dict[int, Any]) -> Any:
+            kernels = {k: cast(widened(*parts[k]), dtypes[k]) for k, (widened, _) in origins.items()}
+            return multiplied([kernels.get(k, x) for k, x in enumerate(activations)])
 
-            x = jax.checkpoint(again)(others, {k: sources for k, (_, sources) in frozen_ones.items()})
-        else:
-            x = multiplied(arrays)
+        x = jax.checkpoint(of_parts)(activations, parts)  # the backward pass widens them again, and keeps no copy
         return Value(x, result_dtype, eqn.outvars[0].aval.ndim > 0)
 
     # Operations with functions inside.
@@ -372,9 +371,6 @@ class Interpreter:
         return list(mapped(arrays, wide))
 
 
-_FUNCTIONS = jaxprs.CALLS | jaxprs.CONTROL_FLOW | {"shard_map"}
-
-
 def _entering(inputs: Sequence[Value], *, whole: bool = False) -> tuple[Any, Callable[[Any], list[Value]]]:
     """(the arrays of values that enter a function, what makes values of them there).
 
@@ -508,14 +504,14 @@ def _rounded_once(eqn: Any, operands: list[Value], choice: Choice) -> list[Any]:
 def _frozen_kernel(eqn: Any, operands: list[Value]) -> Value:
     """What `FrozenKernel` makes of its parts."""
 
-    def widened(*sources: Any) -> Any:
-        return jaxprs.run_as_traced(jaxprs.without_scope(eqn), list(sources))[0]
+    def widened(*parts: Any) -> Any:
+        return jaxprs.run_as_traced(jaxprs.without_scope(eqn), list(parts))[0]
 
-    sources = tuple(v.array for v in operands)
-    array = widened(*sources)
-    made = Value(array, array.dtype, is_input=True)  # a weight
-    made.again = widened, sources
-    return made
+    parts = tuple(v.array for v in operands)
+    array = widened(*parts)
+    kernel = Value(array, array.dtype, is_input=True)  # a weight
+    kernel.origin = widened, parts
+    return kernel
 
 
 def _is_repeated(eqn: Any, k: int) -> bool:

@@ -33,11 +33,11 @@ class Value:
       is_cast_down: whether it was computed in float32, and then cast.
       keeps_rounding: whether it is of 16 bits and several operations read it, not all of them in float32. Each must see
         the same number, so a cast to float32 keeps the rounding, also where XLA would compute with more precision.
-      again: of a frozen kernel, moved or not: (a function that makes `array` of others, these), for a backward pass.
+      origin: of a frozen kernel, moved or not: (what makes `array` of its parts, these), for a backward pass.
     """
 
     _KNOWN = ("dtype", "votes", "const", "is_input", "made_of", "home", "summed", "is_cast_down", "keeps_rounding")
-    __slots__ = ("_casts", "again", "array", *_KNOWN)
+    __slots__ = ("_casts", "array", "origin", *_KNOWN)
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Value:
         self.made_of, self.home, self.summed = made_of, home, summed
         self.is_cast_down, self.keeps_rounding = is_cast_down, keeps_rounding
         self._casts: dict[Any, Any] | None = None
-        self.again: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+        self.origin: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
 
     def read(self, dtype: Any = None) -> Any:
         """The array in a dtype of autocast, by default in the one that it counts as.

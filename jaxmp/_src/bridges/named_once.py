@@ -37,13 +37,13 @@ def wrapped(
         return transform.mixed_precision(tx, chosen, loss_scale=loss_scale), chosen
     if tx.rule.policy is None:
         raise ValueError("tx must keep masters for policy=; got none. Call jaxmp.mixed_precision(tx, policy).")
-    for name in ("param_dtype", "keep_fp32", "compute_dtype"):
-        own, other = getattr(tx.rule.policy, name), getattr(chosen, name)
-        if own != other:
-            raise ValueError(
-                f"policy= must be that of tx; got {name}={other!s} in policy and {own!s} in tx. Pass an optax "
-                f"optimizer as tx."
-            )
+    fields = ("param_dtype", "keep_fp32", "compute_dtype")
+    if difference := policy_lib.first_difference(chosen, tx.rule.policy, fields):
+        field, other, own = difference
+        raise ValueError(
+            f"policy= must be that of tx; got {field}={other!s} in policy and {own!s} in tx. Pass an optax optimizer "
+            f"as tx."
+        )
     return tx, chosen
 
 

@@ -77,7 +77,7 @@ def save_safetensors(
     if max_shard_size is not None and not (isinstance(max_shard_size, int) and max_shard_size > 0):
         raise ValueError(f"max_shard_size= is a number of bytes; got {max_shard_size!r}.")
     in_fp8 = jnp.dtype(dtype) == _FP8
-    weights = tree_paths.leaves_by_path(params, _is_frozen)
+    weights = tree_paths.leaves_by_path(params, frozen_kernel.is_frozen)
     weights = {at: x for at, x in weights.items() if not scale_leaves.is_scale(at)}
     weights = {at: x if hasattr(x, "dtype") else np.asarray(x) for at, x in weights.items()}
     names = {at: rename(_name(at, layout)) for at in weights}
@@ -94,12 +94,12 @@ def save_safetensors(
 
     def tensors(at: str) -> dict[str, np.ndarray]:
         value: Any = weights[at]
-        if _is_frozen(value) and at in narrow:  # the very bits, with a scale for each column
+        if frozen_kernel.is_frozen(value) and at in narrow:  # the very bits, with a scale for each column
             parts = np.asarray(value.q), np.exp2(np.asarray(value.log2_scale, np.float32))
             if layout == "torch" and _is_kernel(at, value):
                 parts = tuple(np.moveaxis(x, (-1, -2), (0, 1)) for x in parts)
             return dict(zip((names[at], f"{names[at]}_scale"), parts, strict=True))
-        value = jnp.asarray(value) if _is_frozen(value) else value
+        value = jnp.asarray(value) if frozen_kernel.is_frozen(value) else value
         if isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated:
             value = multihost_utils.process_allgather(value, tiled=True)
         value = np.asarray(value)
@@ -180,7 +180,7 @@ def load_safetensors(
     left = set(found)
 
     def take(at: str, x: Any) -> Any:
-        if _is_frozen(x):
+        if frozen_kernel.is_frozen(x):
             like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings.chosen(x.q))
             return frozen_kernel.kernel_of(take(at, like))
         if scale_leaves.is_scale(at):
@@ -214,7 +214,7 @@ def load_safetensors(
             return jnp.array(value) if jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype else value
         return jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
 
-    loaded = tree_paths.map_with_path(take, like, is_leaf=_is_frozen)
+    loaded = tree_paths.map_with_path(take, like, is_leaf=frozen_kernel.is_frozen)
     if strict and left:
         raise ValueError(f"{path} must be of this model; {min(left)} is not in it. Pass strict=False to ignore it.")
     return loaded
@@ -263,10 +263,6 @@ def _rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
         return x
     wide, largest = x.astype(x.dtype if x.dtype.itemsize > 2 else np.float32), float(jnp.finfo(dtype).max)
     return np.where(np.isfinite(wide), np.clip(wide, -largest, largest), wide).astype(dtype)
-
-
-def _is_frozen(x: Any) -> bool:
-    return isinstance(x, frozen_kernel.FrozenKernel)
 
 
 def _is_kernel(path: str, x: Any) -> bool:

@@ -38,8 +38,7 @@ from jaxmp._src.fp8.casts import Tensor
 from jaxmp._src.fp8.first_derivatives import once
 from jaxmp._src.fp8.gemms import Gemm
 from jaxmp._src.fp8.scale_leaves import Scales as Scales
-from jaxmp._src.numerics import casting
-from jaxmp._src.numerics.frozen_kernel import FrozenKernel
+from jaxmp._src.numerics import casting, frozen_kernel
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -125,7 +124,7 @@ def dot_general(
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     contract, batch = (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch))
     recipe_lib.check(recipe)
-    rhs = jnp.asarray(rhs) if isinstance(rhs, FrozenKernel) else rhs
+    rhs = jnp.asarray(rhs) if frozen_kernel.is_frozen(rhs) else rhs
     _check_operands(lhs, rhs, contract, batch)
     out_dtype = jnp.dtype(preferred_element_type or result_dtype(lhs, rhs))
     note_use()

@@ -27,7 +27,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxmp._src.base import ambient, tree_paths
-from jaxmp._src.numerics import casting, float_bits
+from jaxmp._src.numerics import casting, float_bits, quantize
 
 _DTYPE = jnp.float8_e4m3fn
 
@@ -103,6 +103,11 @@ class FrozenKernel:
     def astype(self, dtype: Any) -> Array:
         """The kernel as an array."""
         return jnp.asarray(self).astype(dtype)
+
+
+def is_frozen(x: Any) -> bool:
+    """Whether this is a `FrozenKernel`."""
+    return isinstance(x, FrozenKernel)
 
 
 def _operator(name: str) -> Callable[..., Array]:
@@ -185,24 +190,24 @@ def freeze(params: PyTree, patterns: str | Iterable[str] = "*kernel") -> PyTree:
       >>> jax.grad(loss_fn)(params["lora"], base, jnp.ones((8, 64)))["b"].shape
       (2, 32)
     """
-    found = False
+    has_fit = False
 
     def frozen(path: str, x: Any) -> Any:
-        nonlocal found
+        nonlocal has_fit
         if not tree_paths.matches(path, patterns):
             return x
-        found = True
-        if isinstance(x, FrozenKernel) or not casting.is_float(x) or x.ndim < 2:
+        has_fit = True
+        if is_frozen(x) or not casting.is_float(x) or x.ndim < 2:
             got = f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
-            got = "one that is frozen" if isinstance(x, FrozenKernel) else got
+            got = "one that is frozen" if is_frozen(x) else got
             raise ValueError(f"a frozen kernel is made of floats with two axes or more; got {got} at {path}.")
         return kernel_of(x)
 
-    made = tree_paths.map_with_path(frozen, params, is_leaf=lambda x: isinstance(x, FrozenKernel))
-    if not found:
+    tree = tree_paths.map_with_path(frozen, params, is_leaf=is_frozen)
+    if not has_fit:
         paths = list(tree_paths.leaves_by_path(params))
         raise ValueError(f"freeze must fit a leaf; got none for {patterns!r}. The params are {', '.join(paths[:4])}.")
-    return made
+    return tree
 
 
 def kernel_of(x: Any) -> FrozenKernel:
@@ -225,8 +230,8 @@ def _quantized(x: Array) -> tuple[Array, Array]:
     for top, below in _BELOW_THE_TOP.items():
         x = jnp.where((jnp.abs(x) > below) & (jnp.abs(x) <= top), jnp.copysign(jnp.float32(below), x), x)
     amax = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), axis=-2, keepdims=True, initial=0)
-    log2_scale = -float_bits.exponent_of_largest_scale(jnp.where(amax > 0, amax, 1), float(jnp.finfo(_DTYPE).max))
-    log2_scale = jnp.clip(log2_scale, -126, 126)
-    y = x * float_bits.normal_power_of_two(-log2_scale.astype(jnp.float32))
-    q = jnp.where(jnp.isfinite(x), casting.saturating_cast(y, _DTYPE), np.array(np.nan, _DTYPE))
-    return q, log2_scale.astype(jnp.int8)
+    log2 = float_bits.exponent_of_largest_scale(jnp.where(amax > 0, amax, 1), float(jnp.finfo(_DTYPE).max))
+    log2 = jnp.clip(log2, -126, 126)
+    x = jnp.where(jnp.isfinite(x), x, jnp.nan)
+    q = quantize.quantize(x, float_bits.normal_power_of_two(log2.astype(jnp.float32)), _DTYPE)
+    return q, (-log2).astype(jnp.int8)

@@ -24,6 +24,7 @@ BY_PLATFORM = "by_platform"  # of pallas_kernels; holds what its ways compute
 CALLS = JITS | REMATS | WITH_OWN_DERIVATIVE | {"closed_call", "core_call"}
 LOOPS = frozenset({"scan", "while"})
 CONTROL_FLOW = LOOPS | {"cond"}
+WITH_FUNCTIONS = CALLS | CONTROL_FLOW | {"shard_map"}
 
 MATMULS = frozenset({"dot_general", "conv_general_dilated"})
 RAGGED_MATMULS = frozenset({"ragged_dot", "ragged_dot_general"})

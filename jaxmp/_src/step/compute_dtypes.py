@@ -112,11 +112,11 @@ def warn_of_little_fp8(traced: Any, lists: Any, narrow: Any) -> None:
     total, convolutions = (sum(row.flops for row in rows if what in row.name) for what in ("", "conv"))
     in_fp8 = sum(row.flops for row in rows if jnp.dtype(row.runs_in).itemsize == 1)
     if 0 < in_fp8 < _LITTLE * total:  # a loss with none is told by what knows why
-        are = f" ({convolutions / total:.0%} are of convolutions)" if convolutions else ""
+        share = f" ({convolutions / total:.0%} are of convolutions)" if convolutions else ""
         warn(
             "little-in-fp8",
             f"the policy says fp8, and {in_fp8 / total:.0%} of the FLOPs of the loss's matmuls and convolutions run in "
-            f'it; the rest{are} stays in 16 bits. Use "bf16", or choose more layers by filter=. '
+            f'it; the rest{share} stays in 16 bits. Use "bf16", or choose more layers by filter=. '
             f"jaxmp.explain_autocast(loss_fn, *args, dtype=policy) shows each layer.",
         )
 

@@ -311,6 +311,12 @@ def _made_from(policy: str | jmp.Policy, keep_fp32: tuple[str, ...]) -> Policy:
     raise TypeError(f"a policy must be a name, a jmp string or a jmp.Policy; got {_what_else(policy)}.")
 
 
+def first_difference(policy: Policy, own: Policy, fields: Sequence[str]) -> tuple[str, Any, Any] | None:
+    """(a field, its value, that of `own`) of the first of these fields in which two policies differ."""
+    pairs = ((field, getattr(policy, field), getattr(own, field)) for field in fields)
+    return next((found for found in pairs if found[1] != found[2]), None)
+
+
 def is_policy(x: Any) -> bool:
     """Whether `x` is a policy or its name, and no dtype: `"float16"` and `jnp.float16` are dtypes.
 

@@ -50,7 +50,7 @@ from jaxmp._src.step import (
     state as states,
 )
 from jaxmp._src.step.microbatches import check_accumulate, resolve_argnums, split_arguments
-from jaxmp._src.step.policy import Policy, get_policy
+from jaxmp._src.step.policy import Policy, first_difference, get_policy
 
 
 def value_and_grad(
@@ -255,13 +255,13 @@ def policy_of_loss(policy: Policy | None, opt_state: Any) -> tuple[Policy | None
         return policy or carried, policy is None
     if not policy.says_keep_fp32:
         policy = dataclasses.replace(policy, keep_fp32=carried.keep_fp32)
-    for field in dataclasses.fields(policy):
-        own, other = getattr(carried, field.name), getattr(policy, field.name)
-        if field.compare and own != other:
-            raise ValueError(
-                f"policy= must be that of the state; got {field.name}={other!s} in policy and {own!s} in the state. "
-                f"Leave out policy=; for another precision, call it in `with jaxmp.autocast(...)`."
-            )
+    fields = [field.name for field in dataclasses.fields(policy) if field.compare]
+    if difference := first_difference(policy, carried, fields):
+        field, other, own = difference
+        raise ValueError(
+            f"policy= must be that of the state; got {field}={other!s} in policy and {own!s} in the state. Leave out "
+            f"policy=; for another precision, call it in `with jaxmp.autocast(...)`."
+        )
     return policy, False
 
 
