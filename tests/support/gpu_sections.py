@@ -91,7 +91,8 @@ def builds_for_too_long(bench):
 
 def waits_to_be_killed(bench):
     def wait():
-        (FOLDER / "pid").write_text(str(os.getpid()))
+        (FOLDER / "pid.new").write_text(str(os.getpid()))
+        (FOLDER / "pid.new").rename(FOLDER / "pid")  # whole when it is there: its reader kills at once
         time.sleep(1000)
 
     around(bench, wait)
