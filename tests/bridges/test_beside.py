@@ -1,6 +1,5 @@
 """What a loop keeps beside the optimizer: averages, targets, second states; and what is said where it reads 16 bits."""
 
-import warnings
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +13,7 @@ from flax import nnx
 from flax.training.dynamic_scale import DynamicScale
 
 import jaxmp
-from helpers import assert_close, assert_exact
+from helpers import assert_close, assert_exact, said
 
 F32 = jnp.float32
 PARAMS32 = {
@@ -40,13 +39,6 @@ def grads_of(state):
 @jax.jit
 def step(state):
     return state.apply_gradients(grads=grads_of(state))
-
-
-def said(fn, *args):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fn(*args)
-    return [str(w.message) for w in caught]
 
 
 # The float32 weights

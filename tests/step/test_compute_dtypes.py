@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -15,6 +14,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
+import helpers
 import jaxmp
 from matmul_dtypes import matmuls
 
@@ -34,10 +34,7 @@ def made(policy: str, **options: Any) -> tuple[Any, Any]:
 
 def said(fn: Any, *args: Any) -> list[str]:
     """The warnings while a function is traced."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        jax.make_jaxpr(fn)(*args)
-    return [str(w.message) for w in caught]
+    return helpers.said(jax.make_jaxpr(fn), *args)
 
 
 def step(loss: Any = loss_fn, of: str = "bf16", **options: Any) -> Any:

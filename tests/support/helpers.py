@@ -3,7 +3,8 @@
 import contextlib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -132,6 +133,14 @@ def shown(parts: Iterable[T], name: str) -> Iterator[T]:
     """The parts of a campaign, with a bar on a terminal: how many are done, and the time left. A log gets nothing."""
     parts = list(parts)
     yield from track(parts, name, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
+
+
+def said(fn: Callable[..., Any], *args: Any) -> list[str]:
+    """The warnings while a function runs."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fn(*args)
+    return [str(w.message) for w in caught]
 
 
 def reductions(text: str) -> list[tuple[str | None, str]]:
