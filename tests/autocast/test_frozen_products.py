@@ -25,6 +25,8 @@ LORA = {
     "b": np.ones((2, WIDTH), np.float32),
 }
 POLICIES = ["bf16", "bf16-mixed", "fp16"]
+LOOPS = ("dot", "scan", "cond", "transposed", "einsum", "vmap")
+LOOPS += ("scan by number", "fori", "take", "split", "joined", "scaled")
 
 
 def widened(tree):
@@ -80,6 +82,18 @@ def plain(loop):
         kernels = base["kernel"]
         if loop == "scan":
             return lax.scan(turn, x, kernels)[0]
+        if loop == "scan by number":
+            return lax.scan(lambda x, i: (jnp.tanh(x @ kernels[i]), None), x, jnp.arange(3))[0]
+        if loop == "fori":
+            return lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ kernels[i]), x)
+        if loop == "take":
+            return x @ jnp.take(kernels, 1, axis=0)
+        if loop == "split":
+            return sum(jnp.tanh(x @ k[0]) for k in jnp.split(kernels, 3))
+        if loop == "joined":
+            return jnp.tanh(x @ jnp.concatenate([kernels[0], kernels[1]], axis=1))[:, :WIDTH]
+        if loop == "scaled":
+            return x @ jnp.pad(0.5 * kernels[0], ((0, 0), (0, 0)))
         first = jax.tree.map(lambda k: k[0], kernels)
         if loop == "cond":
             return lax.cond(jnp.sum(x) > 0, lambda x: x @ first, lambda x: jnp.tanh(x @ first), x)
@@ -117,7 +131,8 @@ MODELS = {
     "linen remat": lambda: of_linen(Deep(nn.remat(Block))),
     "linen scan": lambda: of_linen(Stack()),
     "linen scan of remat": lambda: of_linen(Stack(nn.remat(Block))),
-    **{loop: functools.partial(plain, loop) for loop in ("dot", "scan", "cond", "transposed", "einsum", "vmap")},
+    "linen lstm": lambda: of_linen(nn.RNN(nn.OptimizedLSTMCell(WIDTH))),
+    **{loop: functools.partial(plain, loop) for loop in LOOPS},
     "haiku": of_haiku,
     "equinox": of_equinox,
 }
@@ -152,6 +167,21 @@ def test_without_a_policy_the_results_are_the_same(name):
     frozen, loss = made(name)
     assert_close(jax.jit(loss)(LORA, frozen), jax.jit(loss)(LORA, widened(frozen)), rtol=1e-5)
     assert_close(loss(LORA, frozen), loss(LORA, widened(frozen)), rtol=1e-5)
+
+
+def test_a_number_that_scales_a_kernel_is_trained():
+    """Its gradient passes through the kernel that is made again."""
+    kernel = jaxmp.fp8.freeze({"kernel": np.random.default_rng(4).normal(size=(WIDTH, WIDTH))})["kernel"]
+
+    def loss(factor, kernel):
+        return jnp.mean(jnp.tanh(X @ (kernel * factor)) ** 2)
+
+    found, expected = (
+        jax.jit(jax.value_and_grad(jaxmp.autocast(loss, "bf16")))(jnp.float32(0.1), k)
+        for k in (kernel, jnp.asarray(kernel))
+    )
+    assert_close(found, expected, rtol=1e-2)
+    assert_close(found, jax.value_and_grad(loss)(jnp.float32(0.1), jnp.asarray(kernel)), rtol=3e-2)
 
 
 def test_a_loop_that_reads_fp8_runs_in_16_bits():

@@ -122,6 +122,77 @@ def test_a_kernel_that_others_computed_with_is_refused(change):
             read(changed)
 
 
+# These keep the dtypes of all parts.
+CHANGES = {
+    "twice": lambda a: 2 * a,
+    "three times": lambda a: 3 * a,
+    "negative": jnp.negative,
+    "plus one": lambda a: a + 1,
+    "minus itself": lambda a: a - a,
+    "square": jnp.square,
+    "abs": jnp.abs,
+    "sign": jnp.sign,
+    "relu": jax.nn.relu,
+    "bounds": lambda a: jnp.clip(a, -1, 1),
+    "wide bounds": lambda a: jnp.clip(a, -5, 5),
+    "round": jnp.round,
+    "floor": jnp.floor,
+    "threshold": lambda a: jnp.where(jnp.abs(a) < 0.25, 0, a),
+    "ones": jnp.ones_like,
+    "zeros": jnp.zeros_like,
+    "noise": lambda a: (a + 0.3 * jax.random.normal(jax.random.key(0), a.shape).astype(a.dtype)).astype(a.dtype),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_kernel_that_others_computed_with_in_its_dtypes_is_refused(change):
+    """By an error where the numbers are at hand, and by NaN in a program."""
+    kernel = jaxmp.fp8.freeze({"kernel": W})["kernel"]
+    changed = jax.tree.map(CHANGES[change], kernel)
+    assert [x.dtype for x in jax.tree.leaves(changed)] == [x.dtype for x in jax.tree.leaves(kernel)]
+    with pytest.raises(TypeError, match="a frozen kernel must stay as freeze made it; got other numbers"):
+        jnp.asarray(changed)
+    assert np.isnan(jax.jit(jnp.asarray)(changed)).any()
+    assert np.isnan(jax.jit(jaxmp.autocast(lambda k: jnp.ones((2, 48)) @ k, "bf16"))(changed)).any()
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "lion", "lamb", "sgd"])
+def test_an_optimizer_over_it_spoils_it_or_leaves_it(name):
+    """Gradients of zeros, as one writes them to freeze a part of a tree; sgd changes nothing."""
+    base = jaxmp.fp8.freeze({"kernel": W})
+    tx, params = getattr(optax, name)(1e-3), base
+    state, grads = tx.init(base), jax.tree.map(jnp.zeros_like, base)
+    for _ in range(3):
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    if name == "sgd":
+        assert_exact(params, base)
+    else:
+        assert np.isnan(jax.jit(jnp.asarray)(params["kernel"])).all()
+        with pytest.raises(TypeError, match="train adapters by an optimizer of their own"):
+            _ = params["kernel"] @ jnp.ones(32)
+
+
+def test_what_moves_a_kernel_moves_its_guard():
+    kernel = jaxmp.fp8.freeze({"kernel": np.stack([W, 3 * W, W / 5])})["kernel"]
+    array = np.asarray(kernel)
+    for change in (lambda a: a[1], lambda a: a[::-1], lambda a: jnp.flip(a, -1), lambda a: jnp.concatenate([a, a])):
+        assert_exact(jnp.asarray(jax.tree.map(change, kernel)), change(array))
+    pair = jax.tree.map(lambda a, b: jnp.stack([a, b]), kernel, kernel)
+    assert_exact(jnp.asarray(pair), np.stack([array, array]))
+
+
+def test_every_exponent_has_its_guard():
+    sizes = 2.0 ** np.arange(-125, 127, dtype=np.float32)
+    kernel = jaxmp.fp8.freeze({"kernel": np.stack([sizes, -sizes / 2])})["kernel"]
+    assert_exact(jnp.asarray(kernel), np.stack([sizes, -sizes / 2]))
+    guard = np.asarray(kernel.guard).astype(np.float32)
+    assert np.all(guard < 0) and np.all(guard * 2**9 % 2 == 1)
+    by_exponent = dict(zip(np.asarray(kernel.log2_scale)[0].tolist(), guard[0].tolist(), strict=True))
+    assert by_exponent[-1] == by_exponent[0] == by_exponent[1]
+    assert all(by_exponent[e] != by_exponent[e + 1] for e in by_exponent.keys() - {-1, 0, 118})
+
+
 @pytest.mark.parametrize("under", [lambda f: f, jax.jit, lambda f: jaxmp.autocast(f, "bf16"), jax.checkpoint])
 def test_a_derivative_by_it_is_refused(under):
     frozen = jaxmp.fp8.freeze(eqx.nn.MLP(8, 4, 32, 1, key=jax.random.key(0)), "*weight")
@@ -148,9 +219,15 @@ def test_it_is_a_sequence_of_rows_and_takes_arithmetic():
         (kernel / 2, array / 2),
         (-kernel, -array),
         (kernel.T, array.T),
+        (kernel**2, array**2),
+        (abs(kernel), abs(array)),
+        (kernel > 0, array > 0),
+        (kernel == jaxmp.fp8.freeze({"kernel": W})["kernel"], np.ones_like(array, bool)),
+        (kernel != array, np.zeros_like(array, bool)),
     ):
         assert_exact(found, expected)
-    assert kernel != jaxmp.fp8.freeze({"kernel": W})["kernel"]
+    with pytest.raises(TypeError, match=r"cannot be written into; .*in nnx, param.set_value\(array\)"):
+        kernel[0] = 1.0
     with pytest.raises(AttributeError, match=r"a frozen kernel is no array; got .reshape. Write jnp.asarray"):
         kernel.reshape(-1)
     with pytest.raises(AttributeError, match="has no attribute 'other'"):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend import core, source_info_util
@@ -110,8 +111,10 @@ class Interpreter:
             if choice.how == "same":
                 return results
             made_of = max((v.made_of for v in operands), default=CONSTANTS)
-            if len(operands) == len(results) == 1 and operands[0].origin and results[0] is not operands[0]:
-                results[0].origin = self._origin_after(eqn, operands[0], choice, at)
+            floats = [v for v in operands if v.dtype in FLOATS and np.ndim(v.array) > 0]
+            if floats and all(v.origin for v in floats):
+                for k, v in enumerate(results):
+                    v.origin = self._origin_after(k, eqn, operands, choice, at)
             for v in results:
                 v.made_of = made_of
                 v.is_cast_down = choice.how in ("low", "once") or FLOAT32 in (choice.dtype, *choice.kept)
@@ -173,15 +176,16 @@ class Interpreter:
             results.append(v)
         return results
 
-    def _origin_after(self, eqn: Any, operand: Value, choice: Choice, at: At) -> Any:
-        """`Value.origin` of a frozen kernel after a move or cast of it."""
-        assert operand.origin is not None
-        widened, parts = operand.origin
+    def _origin_after(self, k: int, eqn: Any, operands: list[Value], choice: Choice, at: At) -> Any:
+        """`Value.origin` of result `k` of an equation whose arrays are all frozen kernels: moved, cast, cut, scaled."""
+        widened = [v.origin and v.origin[0] for v in operands]
 
-        def moved(*parts: Any) -> Any:
-            return self._operation(eqn, [operand.holds(widened(*parts))], choice, at)[0].array
+        def run(*parts: Any) -> Any:
+            arrays = [x if fn is None else fn(*x) for fn, x in zip(widened, parts, strict=True)]
+            values = [v.holds(x) for v, x in zip(operands, arrays, strict=True)]
+            return self._operation(eqn, values, choice, at)[k].array
 
-        return moved, parts
+        return run, tuple(v.origin[1] if v.origin else v.array for v in operands)
 
     def _matmul(self, eqn: Any, operands: list[Value], choice: Choice, at: At) -> Value:
         """A matmul or convolution, of 16-bit operands or as it was written."""

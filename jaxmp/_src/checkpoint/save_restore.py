@@ -251,8 +251,10 @@ def restore(
     if tx is not None and not refused and record["loss_scales"] != (kinds := _loss_scales_of(like["opt_state"])):
         refused = f"opt_state has a loss scale of {record['loss_scales']} in the checkpoint and {kinds} in the job"
     if refused:
-        how = "Restore with the optimizer that saved, then call jaxmp.checkpoint.convert"
-        raise ValueError(f"a checkpoint must be of this model and this optimizer; {refused}. {how}.")
+        how = (
+            "" if "freeze" in refused else " Restore with the optimizer that saved, then call jaxmp.checkpoint.convert."
+        )
+        raise ValueError(f"a checkpoint must be of this model and this optimizer; {refused}.{how}")
     if tx is not None and any(names[0] == "params" for names in missing):
         # A param that starts fresh has no state of before, also where a shape is the same by chance.
         owners = {path: names for names, path in _paths("params", given).items()}
@@ -371,6 +373,7 @@ def _state_like(tx: optax.GradientTransformation, start: PyTree, params: PyTree)
 def _compared(saved: Any, wanted: Any, same_layers: bool, patterns: Sequence[str]) -> tuple[str | None, list[_Names]]:
     """(what is wrong with the first leaf that must fit, or None; the leaves of the job that start fresh)."""
     missing: list[_Names] = []
+    frozen = {names[:-1] for names in {**saved, **wanted} if names[-1] == "guard"}
     for names in sorted({**saved, **wanted}, key=lambda names: (names[0] != "params", names[0] == "opt_state")):
         path, here = "/".join(names), wanted.get(names)
         why, is_dtype = _misfit(saved.get(names), here)
@@ -382,6 +385,8 @@ def _compared(saved: Any, wanted: Any, same_layers: bool, patterns: Sequence[str
             return f"{path} {why}", []
         of_array = "/".join(names[:-1] if names[-1] in tree_paths.PARTS else names)  # as a pattern names it
         if not (tree_paths.matches(path, patterns) or tree_paths.matches(of_array, patterns)):
+            if {names, names[:-1]} & frozen:
+                return f"{path} {why}; freeze that kernel (jaxmp.fp8.freeze) in both, or after restore", []
             return f"{path} {why}; name it in fresh= if it may differ", []
         if isinstance(here, jax.ShapeDtypeStruct) and names[0] != "opt_state":
             return f"{path} starts fresh, so it needs a value, and is only described", []

@@ -10,6 +10,10 @@ A `FrozenKernel` stands in the params in place of an array, and becomes one wher
 calls `__jax_array__`). A derivative would keep that array: two bytes for each element. `jaxmp.autocast` sees by the
 name of `widened` what was made of a frozen kernel, and has each product make it again in its backward pass.
 
+`jax.tree.map` and optax see the arrays inside. What they compute keeps the dtypes, often: 2 * q and 2 * e are arrays
+like q and e. So there is a third array, the guard: an odd number of fp8's smallest steps below zero, which e chooses.
+Sums, products, rounding, thresholds and optimizers change it, or change e, and a kernel with a wrong guard is NaN.
+
 References:
   Dettmers et al. 2023, QLoRA (arXiv 2305.14314), which stores the base in 4 bits and widens it in the same places.
 """
@@ -23,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import serialization
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -40,6 +45,7 @@ class FrozenKernel:
     Attributes:
       q: float8_e4m3fn, of the shape of the kernel.
       log2_scale: int8, of that shape with 1 in place of the axis before the last: the exponent of each column.
+      guard: float8_e4m3fn, like `log2_scale`: what it must be for that exponent, see above.
       dtype: in which it reads as an array, that of the kernel before.
 
     Example:
@@ -50,6 +56,7 @@ class FrozenKernel:
 
     q: Float[Array, "... k n"]
     log2_scale: Int[Array, "... 1 n"]
+    guard: Float[Array, "... 1 n"]
     dtype: Any = dataclasses.field(metadata={"static": True})
 
     @property
@@ -73,21 +80,32 @@ class FrozenKernel:
         return jnp.asarray(self).T
 
     def __jax_array__(self) -> Array:
-        q, log2 = self.q.dtype, self.log2_scale.dtype
-        if (q, log2) != (_DTYPE, jnp.int8):
+        dtypes = self.q.dtype, self.log2_scale.dtype, self.guard.dtype
+        got = "" if dtypes == (_DTYPE, jnp.int8, _DTYPE) else f"parts in {', '.join(map(str, dtypes))}"
+        if not got and all(_is_readable(x) for x in (self.log2_scale, self.guard)):
+            bits = np.asarray(self.guard).view(np.uint8)
+            got = "" if np.array_equal(bits, _guard_bits(np.asarray(self.log2_scale))) else "other numbers"
+        if got:
             raise TypeError(
-                f"a frozen kernel must stay as freeze made it; got parts in {q} and {log2}, as jax.tree.map and optax "
-                f"make them. Compute with jnp.asarray(kernel), and freeze again."
+                f"a frozen kernel must stay as freeze made it; got {got}, as jax.tree.map and optax make them of its "
+                f"parts. Compute with jnp.asarray(kernel), and freeze again; train adapters by an optimizer of their "
+                f"own."
             )
         # Autocast traces in float32, and casts afterwards.
-        return widened(self.q, self.log2_scale, jnp.float32 if ambient.AUTOCAST.value[1] else self.dtype)
+        return widened(self.q, self.log2_scale, self.guard, jnp.float32 if ambient.AUTOCAST.value[1] else self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
         return np.asarray(jnp.asarray(self), dtype)
 
     def __getitem__(self, key: Any) -> Any:
-        return self if key is ... else jnp.asarray(self)[key]
+        return jnp.asarray(self)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise TypeError(
+            "a frozen kernel cannot be written into; compute with jnp.asarray(kernel), and put that array in its place "
+            "(in nnx, param.set_value(array))."
+        )
 
     def __len__(self) -> int:
         return len(self.q)
@@ -114,22 +132,23 @@ def _operator(name: str) -> Callable[..., Array]:
     return lambda kernel, *others: getattr(jnp.asarray(kernel), name)(*others)
 
 
-for _name in ("add", "sub", "mul", "truediv", "matmul"):
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs"):
     setattr(FrozenKernel, f"__{_name}__", _operator(f"__{_name}__"))
-    setattr(FrozenKernel, f"__r{_name}__", _operator(f"__r{_name}__"))
-FrozenKernel.__neg__ = _operator("__neg__")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _from_state_dict(kernel: FrozenKernel, state: Any) -> FrozenKernel:
-    if not isinstance(state, dict) or state.keys() != {"q", "log2_scale"}:
+    if not isinstance(state, dict) or state.keys() != {"q", "log2_scale", "guard"}:
         raise ValueError(
             f"a frozen kernel must come from a frozen one; got {type(state).__name__}. Load it, then freeze."
         )
-    return FrozenKernel(state["q"], state["log2_scale"], kernel.dtype)
+    return FrozenKernel(**state, dtype=kernel.dtype)
 
 
 serialization.register_serialization_state(
-    FrozenKernel, lambda kernel: {"q": kernel.q, "log2_scale": kernel.log2_scale}, _from_state_dict
+    FrozenKernel,
+    lambda kernel: {"q": kernel.q, "log2_scale": kernel.log2_scale, "guard": kernel.guard},
+    _from_state_dict,
 )
 
 
@@ -148,24 +167,41 @@ def _refuse(primals: tuple[Array], tangents: tuple[Any]) -> tuple[Array, Any]:
     return primals[0], tangents[0]
 
 
-def _widened(q: Array, log2_scale: Array, dtype: Any) -> Array:
+def _is_readable(x: Any) -> bool:
+    """Whether an array has its numbers here, and now."""
+    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+
+
+def _guard_bits(log2_scale: Any) -> Any:
+    """The bits of the guard of exponents, uint8: -1, -3, ... -13 times 2^-9 by turns, as the exponent goes up.
+
+    -15 times 2^-9 for -1, 0 and 1, which are what a bound or a sign makes of an exponent. Each is odd, so that no
+    multiple of one is the guard of that multiple of its exponent.
+    """
+    xp = jnp if isinstance(log2_scale, jax.Array) else np
+    e = log2_scale.astype(np.int32)
+    return xp.where(xp.abs(e) <= 1, 0x8F, 0x81 + 2 * (e % 7)).astype(np.uint8)
+
+
+def _widened(q: Array, log2_scale: Array, guard: Array, dtype: Any) -> Array:
     scale = float_bits.normal_power_of_two(log2_scale.astype(jnp.float32))
+    scale = jnp.where(lax.bitcast_convert_type(guard, jnp.uint8) == _guard_bits(log2_scale), scale, jnp.nan)
     return (_not_differentiated(q).astype(jnp.float32) * scale).astype(dtype)
 
 
 WIDENED = "jaxmp_widened_frozen_kernel"
 _widened.__name__ = WIDENED
-widened = jax.jit(_widened, static_argnums=2)
+widened = jax.jit(_widened, static_argnums=3)
 
 
 def freeze(params: PyTree, patterns: str | Iterable[str] = "*kernel") -> PyTree:
     """`params` with kernels in fp8, for the base under adapters: nobody can train them any more.
 
-    A kernel takes one byte for each element, and one for each column. Layers of linen and nnx and plain functions read
-    it as an array. Under `jaxmp.autocast`, so in a loss of `jaxmp.value_and_grad(policy=)`, also in `lax.scan` and
-    remat, the backward pass keeps no 16-bit copy of it: each product widens it again. Elsewhere the results are the
-    same, and the copy is kept. Differentiate with respect to the adapters alone, and pass the base in another argument
-    of the loss; in nnx, `wrt=nnx.LoRAParam` does that.
+    A kernel takes one byte for each element, and two for each column: a column runs along the axis before the last.
+    Layers of linen and nnx and plain functions read it as an array. Under `jaxmp.autocast`, so in a loss of
+    `jaxmp.value_and_grad(policy=)`, also in `lax.scan` and remat, the backward pass keeps no 16-bit copy of it: each
+    product widens it again. Elsewhere the results are the same, and the copy is kept. Differentiate with respect to the
+    adapters alone, and pass the base in another argument of the loss; in nnx, `wrt=nnx.LoRAParam` does that.
 
         base = jaxmp.fp8.freeze(base)                                              # linen, plain pytrees
         nnx.update(model, jaxmp.fp8.freeze(nnx.state(model, nnx.Param)))           # nnx
@@ -176,8 +212,8 @@ def freeze(params: PyTree, patterns: str | Iterable[str] = "*kernel") -> PyTree:
 
     Returns:
       The tree with a `FrozenKernel` in place of each such leaf. An element that is not finite becomes NaN; no finite
-      one rounds up to infinity in float16 or float32. `jax.tree.map` sees the two parts of a frozen kernel: what it
-      computes with them is an error where the kernel is read.
+      one rounds up to infinity in float16 or float32. `jax.tree.map` sees the parts of a frozen kernel: what it
+      computes with them is an error where the kernel is read, and NaN under jit.
 
     Raises:
       ValueError: no leaf fits; a leaf that fits has other axes or numbers, or is frozen already, named by path.
@@ -215,8 +251,7 @@ def kernel_of(x: Any) -> FrozenKernel:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.eval_shape(kernel_of, x)
     x = jnp.asarray(x)
-    q, log2_scale = _quantized(x)
-    return FrozenKernel(q, log2_scale, np.dtype(x.dtype))
+    return FrozenKernel(*_quantized(x), np.dtype(x.dtype))
 
 
 # Numbers above these, which e4m3 has at any power of two, would round up to 2^16 and 2^128.
@@ -224,8 +259,8 @@ _BELOW_THE_TOP = {65504.0: 61440.0, float(np.finfo(np.float32).max): 1.875 * 2.0
 
 
 @jax.jit
-def _quantized(x: Array) -> tuple[Array, Array]:
-    """(q, log2_scale) of a kernel."""
+def _quantized(x: Array) -> tuple[Array, Array, Array]:
+    """(q, log2_scale, guard) of a kernel."""
     x = x.astype(jnp.float32)
     for top, below in _BELOW_THE_TOP.items():
         x = jnp.where((jnp.abs(x) > below) & (jnp.abs(x) <= top), jnp.copysign(jnp.float32(below), x), x)
@@ -234,4 +269,5 @@ def _quantized(x: Array) -> tuple[Array, Array]:
     log2 = jnp.clip(log2, -126, 126)
     x = jnp.where(jnp.isfinite(x), x, jnp.nan)
     q = quantize.quantize(x, float_bits.normal_power_of_two(log2.astype(jnp.float32)), _DTYPE)
-    return q, (-log2).astype(jnp.int8)
+    log2_scale = (-log2).astype(jnp.int8)
+    return q, log2_scale, lax.bitcast_convert_type(_guard_bits(log2_scale), _DTYPE)

@@ -20,7 +20,7 @@ from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.loss_scale import static
 from jaxmp._src.numerics import casting
 from jaxmp._src.programs import frozen_leaves, homogeneity
-from jaxmp._src.step import inner_update, masters, scale_reads, scales
+from jaxmp._src.step import inner_update, masters, scale_reads, scales, state as states
 from jaxmp._src.step.heart import Rule
 from jaxmp._src.step.state import StepState
 
@@ -79,6 +79,14 @@ def check_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: dic
         _check_trees(rule, grads, state, params, adds=adds)
     if compat.manual_axes():
         reduce.check_branches(state.optimizer_state)
+    if rule.scaler is not None:
+        expected = jax.eval_shape(lambda: states.scaling_state(rule.scaler))
+        if type(state.scaling) is not type(expected):
+            got = [type(x).__name__.removesuffix("State") for x in (state.scaling, expected)]
+            raise ValueError(
+                f"opt_state must be that of tx; got {got[0]}, and tx has {got[1]}, as of another policy. Call "
+                f"jaxmp.checkpoint.convert(opt_state, params, to=tx, policy=...)."
+            )
     given, is_dynamic = extra.get("loss_scale"), rule.scales and not isinstance(rule.scaler, static.StaticLossScale)
     own_scale = state.scaling.loss_scale if is_dynamic and given is None else None
     used_scale: Any = getattr(state.scaling, "loss_scale", None) if given is None else given
@@ -172,14 +180,20 @@ def _check_masters(rule: Rule, state: StepState, params: PyTree, *, adds: bool) 
     bits = None if rule.remainder is None else 8 * jnp.dtype(rule.remainder).itemsize
     frozen = None
     for i, ((path, unit), master) in enumerate(zip(units, held, strict=True)):
-        expected = policy.param_dtype_of(path)
+        expected, has_master = policy.param_dtype_of(path), bool(jax.tree.leaves(master))
         leaves = jax.tree.leaves(unit)
         for x in leaves:
-            is_wrong = not _is_masked(master) and x.dtype != expected
-            if not is_wrong and casting.is_low_precision(x.dtype) and not casting.is_low_precision(expected):
-                frozen = frozen_leaves.frozen_leaves(rule.optimizer.inner, own) if frozen is None else frozen
-                is_wrong = not frozen[i]  # a 16-bit param that is trained without a master
-            if is_wrong:
+            is_trained = False
+            if not has_master and x.size and casting.is_low_precision(x.dtype):
+                frozen = frozen or frozen_leaves.frozen_leaves(rule.optimizer.inner, _described(own))
+                is_trained = not frozen[i]
+            if is_trained and casting.is_low_precision(expected):
+                raise ValueError(
+                    f"16-bit params that are trained must have masters in opt_state; got none for {path}: this state "
+                    f"was made for another policy, other keep_fp32, or an optimizer that froze it. Call "
+                    f"jaxmp.checkpoint.convert(opt_state, params, to=tx, policy=...), with the params of that state."
+                )
+            if is_trained or (has_master and x.dtype != expected):
                 how = ", or add updates by optax.apply_updates: eqx.apply_updates and p + u make float32 params"
                 raise ValueError(
                     f"params must have the dtypes of the policy; got {x.dtype} at {path}, not {expected}. Call "
@@ -198,6 +212,12 @@ def _check_masters(rule: Rule, state: StepState, params: PyTree, *, adds: bool) 
                     f"masters must fit remainder_bits={bits}; got {m.dtype} at {path}. Call "
                     f"tx.init(jaxmp.get_master_params(opt_state, params))."
                 )
+
+
+def _described(params: PyTree) -> PyTree:
+    """Params as `init` gave them to the optimizer: floats in float32, and nothing of devices."""
+    wide = lambda x: jnp.float32 if casting.is_float(x) else x.dtype  # noqa: E731
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, wide(x)), params)
 
 
 def _is_masked(x: Any) -> bool:

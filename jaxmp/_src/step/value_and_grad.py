@@ -6,7 +6,8 @@
     multiplication, never a loss that was scaled and divided again.
 2.  The gradients are this device's own. Under `shard_map(check_vma=True)` autodiff would sum them over the mesh in
     float16, so the params are first cast to *varying* over the bound axes. Reduce the gradients yourself
-    (`jax.lax.pmean`, or `jaxmp.reduce_gradients` in the chain).
+    (`jax.lax.pmean`, or `jaxmp.reduce_gradients` in the chain). Where the loss has a `pmean` of its own, so that all
+    devices have one, they are summed in float32: a later mean changes nothing.
 3.  With `accumulate=k` the batch is cut into k microbatches. `lax.scan` runs over them, and their gradients are summed
     in float32: L = (1/k) sum_i L_i, each L_i scaled by S/k before differentiation, as in Megatron-LM. All k
     microbatches have one scale and one decision.
@@ -87,7 +88,8 @@ def value_and_grad(
         loss returns its new value as aux, or as the first of two parts of aux. The next microbatch gets that value,
         and aux holds the last one, without an axis of microbatches.
       axis_name: manual axes over which the gradients stay this device's own: `"auto"` for all bound axes, or names.
-        (Leave out a tensor-parallel axis over which autodiff should sum.)
+        (Leave out a tensor-parallel axis over which autodiff should sum.) Where jax tracks that the loss is the same on
+        all devices of an axis, as after a `pmean` in it, its gradients are summed over this axis in float32.
 
     Returns:
       A function of `(*args, opt_state, **kwargs)`, where `opt_state` is the state of `mixed_precision` or of
@@ -193,6 +195,7 @@ def scaled_value_and_grad(
     gradient_scale = loss_scale * np.float32(math.prod(lax.axis_size(a) for a in axes))
     fp8 = Fp8Gradients(own_params, gradient_scale)
     calibrates, is_warned = ambient.FP8_CALIBRATING.value, False  # a loop of microbatches is traced again
+    tracked, joint = [axis for axis in axes if compat.is_tracked(axis)], set()  # where all devices have one loss
 
     with policy_regions.around_loss(policy, is_default=is_default), ambient.noting() as notes:
         widens = policy is not None and policy.reduce_dtype is not None and rewrite.casts_here()
@@ -218,6 +221,7 @@ def scaled_value_and_grad(
             def grad(params: PyTree, *args: Any) -> tuple[PyTree, Any]:
                 nonlocal is_warned
                 value, pullback, aux = jax.vjp(lambda params: loss(params, *args), params, has_aux=True)
+                joint.update(axis for axis in tracked if axis not in compat.varying_axes(aux[0]))
                 if check is not None:
                     check(pullback, value)
                 if not is_warned and not calibrates:
@@ -236,10 +240,32 @@ def scaled_value_and_grad(
         loss, aux, carry, grads = run(trained, carry, batches)
     warn_of_unmoved_scales(notes.unmoved_scales)
     gathered_params.lift(notes)
+    grads = _summed(grads, params, [axis for axis in axes if axis in joint], notes)
     grads = fp8.over_devices(grads, params)
     if not calibrates:
         scale_reads.note_scaled(grads, loss_scale)
     return loss, aux, carry, grads
+
+
+def _summed(grads: PyTree, params: PyTree, axes: Sequence[str], notes: ambient.Notes) -> PyTree:
+    """Gradients of a loss that is one for all devices along `axes`, as `pmean` in a loss makes it.
+
+    The gradients of a device are its part of the whole then, so they are summed, as jax does: in float32.
+    """
+    for note in notes.gathered_params:
+        if note.cut and note.axis_name in axes:
+            raise ValueError(
+                f"with params cut over {note.axis_name!r}, the loss must be that of this device's rows; got one "
+                f"that is the same on all devices. Take its pmean after value_and_grad."
+            )
+
+    def total(path: str, g: Array, p: Any) -> Array:
+        own = tuple(axis for axis in axes if axis not in compat.varying_axes(p))
+        if not own or scale_leaves.is_scale(path):
+            return g
+        return collectives.sum_over(g.astype(jnp.float32), own).astype(g.dtype)
+
+    return tree_paths.map_with_path(total, grads, params) if axes else grads
 
 
 def policy_of_loss(policy: Policy | None, opt_state: Any) -> tuple[Policy | None, bool]:

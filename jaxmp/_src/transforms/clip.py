@@ -32,6 +32,7 @@ from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives, shardings
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import casting, reductions
+from jaxmp._src.numerics.frozen_kernel import is_frozen
 from jaxmp._src.step.state import GlobalNormState, ZeroCountState
 
 _EPSILON = 1e-6  # Megatron-LM's
@@ -188,6 +189,7 @@ def _by_shard(
     tree: PyTree, replicated: Any, axes: tuple[str, ...], f: Callable[[list[Array]], list[Array]]
 ) -> tuple[list[Any], list[Any]]:
     """(`f` of the float leaves that are split over shards, `f` of those that every shard has as a whole)."""
+    tree = jax.tree.map(lambda x: jnp.asarray(x) if is_frozen(x) else x, tree, is_leaf=is_frozen)
     _, tree = scale_leaves.partition(tree)
     mask = replicated(tree) if callable(replicated) else False if replicated is None else replicated
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
