@@ -127,6 +127,30 @@ def test_products_in_a_scan_count_each_time():
     assert [(row.count, row.flops) for row in found.rows if row.name == "dot_general"] == 2 * [(3, 3 * LAYER)]
 
 
+@pytest.mark.parametrize("mode", ["rows", "contracted"])
+def test_ragged_products_count_each_row_once(mode):
+    """As many as the product of all rows with one group: in the forward pass, and for the gradient of the groups."""
+    x, w, sizes = jnp.ones((12, 32)), jnp.ones((3, 32, 16)), jnp.array([5, 0, 7])
+
+    def fn(x, w):
+        return lax.ragged_dot(x, w, sizes)
+
+    run = fn if mode == "rows" else lambda x, w: jax.grad(lambda w: jnp.sum(fn(x, w) ** 2))(w)
+    found = jaxmp.explain_autocast(run, x, w, dtype="bf16")
+    products = [row for row in found.rows if "ragged_dot" in row.name]
+    assert {row.flops // row.count for row in products} == {2 * 12 * 32 * 16} and products
+
+
+def test_the_zeros_between_pixels_do_not_count():
+    x, w = jnp.ones((1, 8, 8, 4)), jnp.ones((3, 3, 4, 2))
+
+    def flops(fn):
+        return sum(row.flops for row in jaxmp.explain_autocast(fn, x, w, dtype="bf16").rows if "conv" in row.name)
+
+    assert flops(lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME")) == 2 * 64 * 9 * 4 * 2
+    assert flops(lambda x, w: lax.conv_transpose(x, w, (1, 1), "SAME")) == 2 * 64 * 9 * 4 * 2
+
+
 def test_a_loop_that_adds_to_a_16_bit_value_is_named():
     def fn(x):
         return lax.scan(lambda c, row: (c + row, None), (x @ x)[0], x @ x)[0]

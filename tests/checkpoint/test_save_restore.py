@@ -486,6 +486,16 @@ def test_params_of_numpy_keep_their_64_bits(tmp_path):
     assert found["w"][0] == 2**40 + 3 and found["v"][0] == 0.1
 
 
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_kernel_that_is_frozen_on_one_side_is_named(tmp_path, is_frozen):
+    params = {"a": jnp.ones(2)}
+    base = [{"kernel": np.full((8, 4), 0.3, np.float32)}, jaxmp.fp8.freeze({"kernel": np.ones((8, 4))})]
+    saved(tmp_path, params, extra={"base": base[is_frozen]})
+    with pytest.raises(ValueError, match=r"base/kernel.*; freeze that kernel \(jaxmp.fp8.freeze\) in both") as e:
+        restored(tmp_path, None, params, extra={"base": base[not is_frozen]})
+    assert "convert" not in str(e.value) and "fresh" not in str(e.value)
+
+
 def test_amaxes_do_not_go_to_other_layers(tmp_path):
     tx, params, opt_state, _ = job("fp8")
     saved(tmp_path, params, opt_state)

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_close, assert_exact, assert_moved
@@ -485,3 +485,95 @@ def test_the_derivative_through_steps_is_that_of_unrounded_steps(name):
 def test_a_derivative_through_moments_in_8_bits_is_refused():
     with pytest.raises(TypeError, match=r"no derivative; got one through several steps.*stop_gradient"):
         jax.eval_shape(jax.grad(lambda target: after_training(target, "fp32", state_dtype=jnp.int8)), 1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a state that was made for other params
+
+
+W2 = {"body": np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3), "head": np.ones((3, 2), np.float32)}
+
+
+def quadratic(params, x):
+    return jnp.mean((jnp.tanh(x @ params["body"]) @ params["head"] - 1) ** 2)
+
+
+def trained(tx, policy, params, state, steps=20):
+    @jax.jit
+    def step(params, state):
+        _, grads = jaxmp.value_and_grad(quadratic, policy=policy)(params, jnp.ones((8, 4)), opt_state=state)
+        return jaxmp.apply_gradients(tx, grads, state, params)
+
+    for _ in range(steps):
+        params, state = step(params, state)
+    return params, state
+
+
+def frozen_body(is_frozen):
+    return optax.chain(optax.adam(1e-2), optax.masked(optax.set_to_zero(), {"body": is_frozen, "head": False}))
+
+
+OLD_AND_NEW = {
+    "16-bit params": ((optax.adam(1e-2), "bf16-mixed"), (optax.adam(1e-2), "bf16")),
+    "16-bit params from float32": ((optax.adam(1e-2), "fp32"), (optax.adam(1e-2), "bf16")),
+    "float16": ((optax.adam(1e-2), "16-mixed"), (optax.adam(1e-2), "fp16")),
+    "keep_fp32": (
+        (optax.adam(1e-2), jaxmp.get_policy("bf16", keep_fp32=("head",))),
+        (optax.adam(1e-2), jaxmp.get_policy("bf16")),
+    ),
+    "frozen before": ((frozen_body(True), "bf16"), (frozen_body(False), "bf16")),
+}
+
+
+@pytest.mark.parametrize("name", OLD_AND_NEW)
+@pytest.mark.parametrize("by_update", [False, True])
+def test_16_bit_params_that_are_trained_need_masters(name, by_update):
+    """Without, they would stand still; `convert`, which the error names, goes on."""
+    (old_inner, old), (inner, policy) = OLD_AND_NEW[name]
+    before = jaxmp.mixed_precision(old_inner, old)
+    params, state = trained(before, old, jaxmp.get_policy(old).cast_to_param(W2), before.init(W2), steps=3)
+    tx = jaxmp.mixed_precision(inner, policy)
+    cast = jaxmp.get_policy(policy).cast_to_param(params)
+    with pytest.raises(ValueError, match=r"must have masters in opt_state; got none for .*jaxmp.checkpoint.convert"):
+        if by_update:
+            tx.update(jax.tree.map(jnp.zeros_like, cast), state, cast)
+        else:
+            trained(tx, policy, cast, state)
+    params, state = jaxmp.checkpoint.convert(state, params, to=tx, policy=policy)
+    start = jaxmp.get_master_params(state, params)
+    params, state = trained(tx, policy, params, state)
+    moved = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), start, jaxmp.get_master_params(state, params))
+    assert min(moved.values()) > 0.05, moved
+
+
+@pytest.mark.parametrize("under", ["jit", "vmap", "shard_map", "shard_map without check_vma", "eager"])
+def test_frozen_16_bit_params_need_none(under):
+    tx = jaxmp.mixed_precision(frozen_body(True), "bf16")
+    params, state = jaxmp.get_policy("bf16").cast_to_param(W2), tx.init(W2)
+
+    def step(params, state, x):
+        _, grads = jaxmp.value_and_grad(quadratic, policy="bf16")(params, x, opt_state=state)
+        return jaxmp.apply_gradients(tx, grads, state, params)
+
+    x, run = jnp.ones((8, 4)), step
+    if under == "jit":
+        run = jax.jit(step)
+    elif under == "vmap":
+        run, x = jax.vmap(step, in_axes=(None, None, 0)), jnp.ones((2, 8, 4))
+    elif under.startswith("shard_map"):
+        mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+        spread = functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data")), check_vma=under[9:] == "")
+        run = jax.jit(spread(lambda *args: jax.tree.map(lambda x: x[None], step(*args)), out_specs=P("data")))
+    params, _ = run(params, state, x)
+    body, head = (np.asarray(params[name], np.float32) for name in ("body", "head"))
+    assert np.all(body == rounded(W2["body"], "bf16").astype(np.float32)) and np.any(head != 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"), [("bf16", "fp16", "NoLossScale, and tx has LossScale"), ("fp16", "bf16", "got LossScale")]
+)
+def test_a_state_with_another_loss_scale_is_named(old, new, told):
+    state, tx = jaxmp.mixed_precision(optax.sgd(0.1), old).init(W2), jaxmp.mixed_precision(optax.sgd(0.1), new)
+    params = jaxmp.get_policy(new).cast_to_param(W2)
+    with pytest.raises(ValueError, match=rf"opt_state must be that of tx; .*{told}.*jaxmp.checkpoint.convert"):
+        tx.update(jax.tree.map(jnp.zeros_like, params), state, params)

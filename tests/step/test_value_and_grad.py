@@ -405,6 +405,57 @@ def test_no_float16_sum_over_devices_happens_before_the_user_s_own(how):
         assert np.isinf(summed).all()
 
 
+@pytest.mark.parametrize("joined", ["pmean", "psum"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@SPREAD
+def test_a_loss_that_is_one_for_all_devices(how, accumulate, joined):
+    """A mean of the gradients over devices is that of the loss in every regime, as in plain jax."""
+    params, opt_state = params16(), state_with(SCALE)
+    x = np.stack([X, 2 * X, 3 * X, 4 * X])
+
+    def joint(params, x):
+        loss = loss_fn(params, x)
+        return jax.lax.pmean(loss, AXIS) if joined == "pmean" else jax.lax.psum(loss / 4, AXIS)
+
+    def f(params, x):
+        loss, grads = jaxmp.value_and_grad(joint, accumulate=accumulate)(params, x, opt_state=opt_state)
+        return loss, jax.lax.pmean(grads, AXIS)
+
+    loss, grads = on_four_devices(f, how, params, x)
+    assert_exact(loss, np.full(4, LOSS * 2.5))
+    dtypes = {"w": F16 if accumulate == 1 else F32, "gain": F32}
+    expected = {"w": np.tile(GRADS["w"] * 2.5, (4, 1)), "gain": np.tile(GRADS["gain"] * 2.5, 4)}
+    assert_exact(grads, scaled(expected, SCALE, dtypes))
+
+
+def test_the_sum_that_a_joint_loss_needs_is_in_float32():
+    """Of four parts in float16, two are beyond its range together."""
+    mesh, opt_state = mesh_of(), state_with(4.0)
+
+    def f(w, x):
+        loss = lambda w, x: jax.lax.pmean(jnp.sum((w * x).astype(F32)), AXIS)  # noqa: E731
+        _, grads = jaxmp.value_and_grad(loss)(w, x, opt_state=opt_state)
+        return grads
+
+    run = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P()))
+    found = run(jnp.ones(1, F16), jnp.array([2.0**15, 2.0**15, -(2.0**15), 32.0], F16))
+    assert_exact(found, np.array([2.0**15 + 32], F16))
+
+
+def test_a_joint_loss_of_cut_params_is_refused():
+    params = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
+    layout = jaxmp.fsdp.layout_of(params, mesh_of(), axis_name=AXIS, min_size=9)
+
+    def f(params, x):
+        whole = lambda params: jaxmp.fsdp.gather(params, layout)  # noqa: E731
+        loss = lambda params, x: jax.lax.pmean(jnp.mean(x @ whole(params)["w"] + whole(params)["b"][None]), AXIS)  # noqa: E731
+        return jaxmp.value_and_grad(loss)(params, x, opt_state=state_with(2.0))[1]
+
+    run = jax.shard_map(f, mesh=mesh_of(), in_specs=(layout.specs, P(AXIS)), out_specs=layout.specs)
+    with pytest.raises(ValueError, match="the loss must be that of this device's rows; .* Take its pmean after"):
+        jax.jit(run)(params, jnp.ones((8, 8)))
+
+
 def test_named_axes_stay_own_and_others_are_summed():
     """A tensor-parallel axis that is left out keeps the sum that autodiff makes over it."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])

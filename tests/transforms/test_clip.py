@@ -40,6 +40,13 @@ def test_global_norm(row, ord):
     assert_close(jaxmp.global_norm(grads_of(row), ord=ord), np.float32(expected), rtol=1e-6)
 
 
+def test_global_norm_counts_frozen_kernels():
+    params = {"kernel": np.linspace(-1, 2, 32, dtype=np.float32).reshape(8, 4), "bias": np.ones(4, np.float32)}
+    frozen = jaxmp.fp8.freeze(params)
+    widened = {"kernel": jnp.asarray(frozen["kernel"]), "bias": params["bias"]}
+    assert_close(jaxmp.global_norm(frozen), jaxmp.global_norm(widened), rtol=1e-6)
+
+
 @pytest.mark.thorough(3)
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_clipped_gradients(row):

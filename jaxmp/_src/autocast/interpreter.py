@@ -93,8 +93,9 @@ class Interpreter:
 
     def _equation(self, i: int, eqn: Any, operands: list[Value], at: At, uses: Uses) -> list[Value]:
         name, group, functions = eqn.primitive.name, uses.groups[i], ()
-        if name in jaxprs.JITS and eqn.params["name"] == frozen_kernel.WIDENED and eqn.outvars:  # else nobody reads it
-            return [_frozen_kernel(eqn, operands)]
+        if name in jaxprs.JITS and eqn.params["name"] == frozen_kernel.WIDENED:
+            if eqn.outvars and jaxprs.any_fp8(jaxprs.dtypes_of(eqn.invars)):  # else nobody reads it
+                return [_frozen_kernel(eqn, operands)]
         if name in jaxprs.WITH_FUNCTIONS and i in uses.inner and not choices.has_other_floats(eqn):
             functions = jaxprs.functions_of(eqn)
         if functions and group != "force_fp32" and _changes(functions, at.lists):
