@@ -458,3 +458,12 @@ def test_params_in_other_containers_come_into_those_of_the_state(policy, change)
         assert jax.tree.structure(new) == jax.tree.structure(state)
         grads = jax.tree.map(jnp.ones_like, state.params)
         assert_same_program(new.apply_gradients(grads=grads).params, plain.apply_gradients(grads=grads).params)
+
+
+def test_a_field_by_nearly_its_name_is_refused():
+    """Other names are arguments of the optimizer: they would be dropped."""
+    state = make_state()
+    grads = jax.tree.map(jnp.zeros_like, state.params)
+    with pytest.raises(TypeError, match="takes fields of the state; got batch_stat, for batch_stats"):
+        state.apply_gradients(grads=grads, batch_stat=state.batch_stats)
+    assert state.apply_gradients(grads=grads, value=jnp.float32(0.0)).step == 1

@@ -93,6 +93,10 @@ CALLS = {
         lambda: jaxmp.mixed_precision("bf16", optax.sgd(0.1)),
         r"got an optimizer. The order is mixed_precision\(inner, policy\)",
     ),
+    "create: a dtype": (
+        lambda: train_state(policy=jnp.bfloat16),
+        "the dtype bfloat16. Use 'bf16' or 'bf16-mixed'",
+    ),
     "get_policy: bfloat16": (
         lambda: jaxmp.get_policy(jnp.bfloat16),
         "the dtype bfloat16. Use 'bf16' or 'bf16-mixed'",

@@ -379,6 +379,30 @@ def test_an_nnx_cnn_is_told():
     assert "#little-in-fp8" in message
 
 
+# Losses with gradients inside
+
+
+@pytest.mark.parametrize("of", ["bf16", "16-mixed", "bf16-mixed"])
+@pytest.mark.parametrize("inner", ["jax", "jaxmp"])
+def test_a_step_in_the_loss_runs_in_the_policy(of, inner):
+    """The inner loss is traced in float32 and cast with all the rest, so nothing is said of it."""
+    params, opt_state = made(of)
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), of, loss_scale=1.0).init(W)
+
+    def after_a_step(params, x):
+        if inner == "jax":
+            grads = jax.grad(loss_fn)(params, x)
+        else:
+            grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=opt_state)[1]
+        return loss_fn(jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), x)
+
+    def run(x):
+        return jaxmp.value_and_grad(after_a_step, policy=of)(params, x, opt_state=opt_state)[0]
+
+    assert said(run, X) == []
+    assert "float32" not in matmuls(run, X)
+
+
 # Networks that another loss trains
 
 

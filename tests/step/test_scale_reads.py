@@ -389,10 +389,24 @@ def scale_of(state):
 
 
 BEFORE_THE_UPDATE = {  # gradients, state and params -> what the update gets: whether it is warned of, and how
-    "unscaled and clipped": (lambda g, s, p: clipped_by_optax(jaxmp.unscale(g, s)), "got those of jaxmp.unscale"),
+    "unscaled and clipped": (lambda g, s, p: clipped_by_optax(jaxmp.unscale(g, s)), "divided by the loss scale before"),
     "unscaled, times 1": (lambda g, s, p: jax.tree.map(lambda x: x * 1.0, jaxmp.unscale(g, s)), "jaxmp.unscale"),
+    "unscaled by hand": (
+        lambda g, s, p: jax.tree.map(lambda x: x / scale_of(s), g),
+        "divided by the loss scale before",
+    ),
+    "by its inverse": (lambda g, s, p: jax.tree.map(lambda x: x * (1 / scale_of(s)), g), "divided by the loss scale"),
+    "scaled twice": (lambda g, s, p: jax.tree.map(lambda x: x * scale_of(s), g), "the loss scale multiplied again"),
     "clipped": (lambda g, s, p: clipped_by_optax(g), "must not be clipped"),
     "with weight decay": (lambda g, s, p: jax.tree.map(lambda g, p: g + 0.1 * p, g, p), "added to what is not scaled"),
+    "with scaled noise": (
+        lambda g, s, p: jax.tree.map(lambda g: g + scale_of(s) * jax.random.normal(jax.random.key(0), g.shape), g),
+        None,
+    ),
+    "clipped by hand": (
+        lambda g, s, p: jax.tree.map(lambda x: jnp.clip(x / scale_of(s), -1, 1) * scale_of(s), g),
+        None,
+    ),
     "with scaled decay": (lambda g, s, p: jax.tree.map(lambda g, p: g + 0.1 * p * scale_of(s), g, p), None),
     "scaled again": (
         lambda g, s, p: jax.tree.map(lambda x: x * scale_of(s), clipped_by_optax(jaxmp.unscale(g, s))),
@@ -459,3 +473,36 @@ def test_an_update_with_gradients_as_params_is_refused():
 
     with fresh_process(), pytest.raises(TypeError, match="got gradients as params. Swap them"):
         trace(step, PARAMS, tx.init(PARAMS))
+
+
+def scaled_by_hand(params, scale):
+    return jax.grad(lambda params: loss_fn(params, X) * scale)(params)
+
+
+READ_BEFORE = {  # params and scale -> gradients: whether the scale is in them
+    "jax.grad": (lambda params, scale: jax.grad(loss_fn)(params, X), False),
+    "jax.grad in jit": (lambda params, scale: jax.jit(jax.grad(loss_fn))(params, X), False),
+    "by hand": (scaled_by_hand, True),
+    "by hand in jit": (lambda params, scale: jax.jit(scaled_by_hand)(params, scale), True),
+    "by hand in remat": (lambda params, scale: jax.checkpoint(scaled_by_hand)(params, scale), True),
+    "by a factor afterwards": (lambda p, scale: jax.tree.map(lambda g: g * scale, jax.grad(loss_fn)(p, X)), True),
+}
+
+
+@pytest.mark.parametrize("name", READ_BEFORE)
+@pytest.mark.parametrize("in_scan", [False, True])
+def test_a_scale_that_is_read_to_be_shown_scales_nothing(name, in_scan):
+    gradients, is_scaled = READ_BEFORE[name]
+    tx = mixed()
+
+    def step(carry, _=None):
+        params, state = carry
+        scale = jaxmp.get_loss_scale(state)
+        return jaxmp.apply_gradients(tx, gradients(params, scale), state, params), scale
+
+    def run(params, state):
+        return jax.lax.scan(step, (params, state), length=2) if in_scan else step((params, state))
+
+    named = pytest.warns(jaxmp.UnreadLossScale, match="a loss scale that no loss used cannot have multiplied")
+    with fresh_process(), contextlib.nullcontext() if is_scaled else named:
+        trace(run, PARAMS, tx.init(PARAMS))

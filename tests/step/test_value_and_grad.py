@@ -547,6 +547,11 @@ def test_a_loss_that_is_no_float_scalar(loss, what):
         f(jnp.ones(1), opt_state=state_with(1.0))
 
 
+def test_a_loss_that_is_not_returned():
+    with pytest.raises(TypeError, match="the loss must be a float scalar; got NoneType. Return it"):
+        jaxmp.value_and_grad(lambda w: None)(jnp.ones(1), opt_state=state_with(1.0))
+
+
 def test_aux_without_has_aux():
     f = jaxmp.value_and_grad(lambda w: (jnp.sum(w), {"aux": w}))
     with pytest.raises(TypeError, match=r"the loss must be a float scalar; got tuple. Pass has_aux=True"):

@@ -103,3 +103,17 @@ def test_errors():
         jaxmp.get_ema_params(optax.sgd(0.1).init(jnp.ones(2)), jnp.ones(2))
     with pytest.raises(ValueError, match="needs the params"):
         jaxmp.ema_params(0.9).update(jnp.ones(2), jaxmp.ema_params(0.9).init(jnp.ones(2)))
+
+
+@pytest.mark.parametrize("labels", [{"body": "no", "head": "yes"}, {"body": {"w": "no"}, "head": {"w": "yes"}}])
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_an_average_of_one_label(policy, labels):
+    """Other leaves come from the params, whether a label stands for a leaf or for a subtree."""
+    params32 = {"body": {"w": jnp.full(4, 3.0)}, "head": {"w": jnp.ones(4)}}
+    inner = {"yes": optax.chain(optax.sgd(0.5), jaxmp.ema_params(0.5)), "no": optax.set_to_zero()}
+    tx = jaxmp.mixed_precision(optax.multi_transform(inner, labels), policy)
+    params, state = jaxmp.get_policy(policy).cast_to_param(params32), tx.init(params32)
+    for _ in range(2):
+        params, state = jaxmp.apply_gradients(tx, jax.tree.map(jnp.ones_like, params), state, params)
+    found = jaxmp.get_ema_params(state, params)
+    assert_close(found, {"body": {"w": np.full(4, 3.0, np.float32)}, "head": {"w": np.full(4, 1 / 6, np.float32)}})

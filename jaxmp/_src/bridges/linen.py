@@ -7,6 +7,7 @@ arguments to the optimizer, and does not change batch_stats and `step` in a skip
 """
 
 import dataclasses
+import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
@@ -161,12 +162,17 @@ class TrainState(_Replaced, train_state.TrainState):
 
         Returns:
           The next state.
+
+        Raises:
+          TypeError: an argument whose name is nearly that of a field.
         """
         known = {field.name for field in dataclasses.fields(self)}
         fields = {name: value for name, value in kwargs.items() if name in known}
         extra = {name: value for name, value in kwargs.items() if name not in known}
+        if typos := [(x, found[0]) for x in extra if (found := difflib.get_close_matches(x, known, 1, 0.8))]:
+            raise TypeError(f"apply_gradients takes fields of the state; got {typos[0][0]}, for {typos[0][1]}.")
         if self.policy is not None:
-            named_once.check_taken(self.policy, self.opt_state, grads)
+            named_once.check_taken(self.policy, self.opt_state, grads, self.params)
         params, opt_state = transform.apply_gradients(self.tx, grads, self.opt_state, self.params, **extra)
         fields["step"] = fields.get("step", self.step + 1)
         old = {name: getattr(self, name) for name in fields}

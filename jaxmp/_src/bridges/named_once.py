@@ -47,7 +47,7 @@ def wrapped(
     return tx, chosen
 
 
-def check_taken(policy: policy_lib.Policy, opt_state: Any, grads: PyTree) -> None:
+def check_taken(policy: policy_lib.Policy, opt_state: Any, grads: PyTree, params: PyTree) -> None:
     """Warns if the loss of `grads` cannot have run in the policy that a TrainState or nnx.Optimizer carries.
 
     The update tells it of a dynamic loss scale in a trace.
@@ -56,7 +56,7 @@ def check_taken(policy: policy_lib.Policy, opt_state: Any, grads: PyTree) -> Non
     scale = found[0].scaling.loss_scale if found and found[0].scaling is not None else None
     is_told = policy.uses_float16 and isinstance(scale, Tracer)
     computes_wide = not policy.computes_in_16_bits and policy.recipe is None
-    if scale is not None and not is_told and not computes_wide and not scale_reads.may_be_of(grads, scale):
+    if scale is not None and not is_told and not computes_wide and not scale_reads.may_be_of(grads, scale, params):
         scale_reads.warn_of_unread(
             f"this state carries the policy {policy}, and no loss took it from there. Call value_and_grad of jaxmp or "
             f"jaxmp.nnx with opt_state=state. If the model computes in 16 bits by itself, leave out policy=."

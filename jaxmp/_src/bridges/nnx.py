@@ -187,11 +187,10 @@ class Optimizer(nnx.Optimizer):
           **kwargs: extra arguments of `tx.update`.
         """
         pure = nnx.as_pure
+        grads, opt_state, params = pure(grads), pure(self.opt_state), pure(nnx.state(model, self.wrt))
         if self.policy is not None:
-            named_once.check_taken(self.policy, pure(self.opt_state), pure(grads))
-        params, opt_state = transform.apply_gradients(
-            self.tx, pure(grads), pure(self.opt_state), pure(nnx.state(model, self.wrt)), **pure(kwargs)
-        )
+            named_once.check_taken(self.policy, opt_state, grads, params)
+        params, opt_state = transform.apply_gradients(self.tx, grads, opt_state, params, **pure(kwargs))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state))
         self.step[...] = states.keep_if_skipped(opt_state, self.step[...] + 1, self.step[...])

@@ -32,7 +32,7 @@ _TAKES = {
     "params": {"other"},
     "tree": {"gradients", "other"},
     "not a state": set(_KINDS) - {"state"} | {"other"},
-    "policy": {"policy", "other"},
+    "policy": {"policy", "dtype", "other"},  # the policy says what to write for a dtype
     "function": {"function", "other"},
 }
 

@@ -91,7 +91,7 @@ def check_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: dic
     own_scale = state.scaling.loss_scale if is_dynamic and given is None else None
     used_scale: Any = getattr(state.scaling, "loss_scale", None) if given is None else given
     if state.scaling is not None:
-        scale_reads.check_scaled(grads, state.scaling.loss_scale, is_dynamic=own_scale is not None)
+        scale_reads.check_scaled(grads, params, state.scaling.loss_scale, is_dynamic=own_scale is not None)
     if rule.scales:
         weights, changed = params, grads
         if rule.moves_scales is not None:

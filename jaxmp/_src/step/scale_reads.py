@@ -71,6 +71,7 @@ class Reads:
 
 
 MEMORY = Reads()  # of this process
+_MOST = 100_000  # values that are looked at, of one gradient
 
 
 # What is noted
@@ -188,7 +189,7 @@ def check_not_scaled(grads: PyTree) -> None:
         )
 
 
-def check_scaled(grads: PyTree, scale: Array, *, is_dynamic: bool) -> None:
+def check_scaled(grads: PyTree, params: PyTree, scale: Array, *, is_dynamic: bool) -> None:
     """Warns if `grads` of an update that divides by `scale` cannot have been scaled by it, if it is a dynamic one.
 
     The scale then is used: it speaks for no other update.
@@ -212,9 +213,10 @@ def check_scaled(grads: PyTree, scale: Array, *, is_dynamic: bool) -> None:
             "gradients must be unscaled by the scale that scaled them; got the scale that an earlier update in this "
             "trace made. Compute new gradients by jaxmp.value_and_grad with the opt_state that this update gets."
         )
-    elif not may_be_of(grads, scale):
+    elif not may_be_of(grads, scale, params):
+        what = "nobody read" if MEMORY.read.get(scale) is None else "no loss used"
         message = (
-            "a loss scale that nobody read cannot have multiplied the gradients, and the update divides by it. Use "
+            f"a loss scale that {what} cannot have multiplied the gradients, and the update divides by it. Use "
             "jaxmp.value_and_grad(loss_fn)(params, ..., opt_state=opt_state) in place of jax.value_and_grad. If they "
             "were scaled elsewhere, call jaxmp.get_loss_scale(()) once."
         )
@@ -243,6 +245,10 @@ def check_not_changed(grads: PyTree, params: PyTree, scale: Array) -> None:
 
     degrees, cause = look(lambda g: unscaled(g) if MEMORY.scaled.get(g) is None else 1.0)
     if all(degree in (1.0, homogeneity.EVERY, homogeneity.UNKNOWN) for degree in degrees):
+        degrees, _ = look(lambda g: 1.0 if g is scale or MEMORY.scaled.get(g) is not None else unscaled(g))
+        powers = {degree for degree in degrees if isinstance(degree, float)} - {1.0}
+        if powers:  # divided by the scale itself, or multiplied by it
+            warn_of_unread(_UNSCALED if min(powers) < 1 else _SCALED_TWICE)
         return
     from_unscaled, _ = look(lambda g: unscaled(g) if MEMORY.scaled.get(g) is None else homogeneity.UNKNOWN)
     if homogeneity.UNKNOWN not in from_unscaled:
@@ -257,18 +263,42 @@ def check_not_changed(grads: PyTree, params: PyTree, scale: Array) -> None:
 
 
 _UNSCALED = (
-    "gradients are unscaled once, by the update; got those of jaxmp.unscale, which are to look at. The step is "
-    "thousands of times too small. Pass the gradients of value_and_grad, and put a clip inside: "
-    "jaxmp.mixed_precision(optax.chain(clip, inner), policy)."
+    "gradients are unscaled once, by the update; got gradients that were divided by the loss scale before (those of "
+    "jaxmp.unscale are to look at). The step is thousands of times too small. Pass those of value_and_grad, and "
+    "put a clip inside: jaxmp.mixed_precision(optax.chain(clip, inner), policy)."
+)
+_SCALED_TWICE = (
+    "gradients are scaled once, by value_and_grad; got gradients that the loss scale multiplied again. The step "
+    "is thousands of times too large. Pass the gradients of value_and_grad."
 )
 
 
-def may_be_of(grads: PyTree, scale: Array) -> bool:
-    """Whether a loss that read `scale` can have made `grads`."""
+def may_be_of(grads: PyTree, scale: Array, params: PyTree) -> bool:
+    """Whether a loss of `params` that read `scale` can have made `grads`."""
     first = _first_of(grads)
     comes_in = isinstance(first, Tracer) and compat.is_input(first)
-    is_read = MEMORY.read.get(scale) is not None
+    read_for = MEMORY.read.get(scale)
+    is_read = read_for is not None
+    if is_read and not any(read_for) and not MEMORY.anywhere and _is_made_without(scale, first, params):
+        return False  # it was read to be shown
     return is_read or comes_in or MEMORY.anywhere or any(MEMORY.alone[ranks] > 0 for ranks in (_ranks(grads), None))
+
+
+def _is_made_without(scale: Array, gradient: Any, params: PyTree) -> bool:
+    """Whether a gradient was computed from params in this trace, and `scale` is in none of the equations."""
+    own, seen = {id(p) for p in jax.tree.leaves(params) if isinstance(p, Tracer)}, set()
+    open_, is_of_params = [gradient], False
+    while open_:
+        tracer = open_.pop()
+        if tracer is scale or len(seen) > _MOST:
+            return False
+        if id(tracer) in seen:
+            continue
+        seen.add(id(tracer))
+        is_of_params |= id(tracer) in own
+        made = compat.equation_of(tracer) if isinstance(tracer, Tracer) else None
+        open_ += () if made is None else made[0].invars
+    return is_of_params
 
 
 def warn_of_unread(message: str) -> None:

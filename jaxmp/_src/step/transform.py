@@ -290,7 +290,8 @@ def init(rule: heart.Rule, policy: Policy | None, params: PyTree) -> StepState:
     optimizer_state = rule.optimizer.init(weights)
     if rule.scaler is not None and states.has_loss_scale(optimizer_state):
         raise ValueError(
-            "mixed_precision must stand once around an optimizer; got two. Call jaxmp.mixed_precision(inner, policy)."
+            "mixed_precision must stand once around an optimizer; got two. Call jaxmp.mixed_precision(inner, policy); "
+            "with policy= of a TrainState or nnx.Optimizer, which calls it, pass inner alone, all of its chain."
         )
     counts: dict[str, Any] = dict.fromkeys(states.COUNTED)
     if rule.scaler is not None:

@@ -33,7 +33,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, PyTree
 
-from jaxmp._src.autocast import rewrite
+from jaxmp._src.autocast import regions, rewrite
 from jaxmp._src.base import ambient, compat, signatures, tree_paths
 from jaxmp._src.base.warn import warn
 from jaxmp._src.devices import collectives, host_memory
@@ -224,7 +224,7 @@ def scaled_value_and_grad(
                 joint.update(axis for axis in tracked if axis not in compat.varying_axes(aux[0]))
                 if check is not None:
                     check(pullback, value)
-                if not is_warned and not calibrates:
+                if not is_warned and not calibrates and not regions.is_tracing():  # else autocast will cast it
                     noted = {"has_fp8": fp8.is_used, "fp8_matmuls": notes.fp8_matmuls}
                     is_warned = compute_dtypes.warn_of_wide(pullback, value, own_params, policy, opt_state, **noted)
                 one = compat.as_varying(jnp.ones_like(value), tuple(compat.varying_axes(value)))
@@ -337,7 +337,7 @@ def check_call(call: str, args: Sequence[Any], argnums: Sequence[int], opt_state
     if not states.has_loss_scale(getattr(opt_state, "opt_state", opt_state)):
         raise ValueError(
             f"opt_state must hold a loss scale; got {'None' if opt_state is None else 'a state without'}. Pass "
-            f"opt_state=, the state of jaxmp.mixed_precision(...), or a TrainState."
+            f"opt_state=, the state of jaxmp.mixed_precision(...), or a TrainState or nnx.Optimizer with policy=."
         )
 
 
@@ -367,7 +367,7 @@ def loss_and_aux(out: Any, has_aux: bool, k: int) -> tuple[Any, Any]:
     if not is_number or jnp.ndim(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         got = f"{jnp.result_type(loss)}{list(jnp.shape(loss))}" if is_number else type(loss).__name__
         fix = "Return (loss, (aux, stats))" if has_aux else "Pass has_aux=True"
-        fix = fix if isinstance(loss, tuple) else "Reduce it with jnp.mean"
+        fix = fix if isinstance(loss, tuple) else "Return it" if loss is None else "Reduce it with jnp.mean"
         raise TypeError(f"the loss must be a float scalar; got {got}. {fix}.")
     if jnp.result_type(loss) == jnp.float16:
         warn(

@@ -26,7 +26,7 @@ from jaxtyping import Array, Int, PyTree
 from jaxmp._src.base import tree_paths
 from jaxmp._src.devices import host_memory
 from jaxmp._src.numerics import casting
-from jaxmp._src.step import state as states
+from jaxmp._src.step import masters, state as states
 from jaxmp._src.step.state import EmaParamsState
 
 
@@ -102,8 +102,8 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
 
     Args:
       opt_state: state of a chain with one `ema_params`.
-      params: the model's params of the same step. Leaves without an average (fp8 scales) are taken from them; before
-        the first step, all leaves are.
+      params: the model's params of the same step. Leaves without an average (fp8 scales, those of other labels) are
+        taken from them; before the first step, all leaves are.
 
     Returns:
       The tree of `params`, float leaves in float32; `policy.cast_to_param` casts it for the model.
@@ -141,5 +141,5 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
         return jnp.where(weight > 0, e / weight, w)
 
     units, treedef = jax.tree.flatten(states.get_master_params(opt_state, params), is_leaf=tree_paths.is_box)
-    averages = treedef.flatten_up_to(found[0].ema_params)
+    averages = masters.by_unit(treedef, found[0].ema_params, params)
     return treedef.unflatten([read(p, e) for p, e in zip(units, averages, strict=True)])
