@@ -1,17 +1,17 @@
 """Warns of gradients that no loss scale can have multiplied, and of scaled gradients that nobody unscales.
 
 An update divides by the scale in its state. Code that scales a loss reads this scale first, by `value_and_grad`, a
-`GradScaler` or `get_loss_scale`. So five mistakes are found without any computation:
+`GradScaler` or `get_loss_scale`. So these mistakes are found without any computation:
 
 - an update with a dynamic scale, or of a state that carries its policy, is traced, and nothing has read the scale of
-  this state: `jax.value_and_grad` was kept;
+  this state, or the gradients are made without it: `jax.value_and_grad` was kept;
 - an update divides gradients, as `value_and_grad` returned them, by another scale than it multiplied by: that of an
   `opt_state` that is older, newer, or closed over;
 - in one trace, an update divides by the scale that an earlier update made, and nothing read that one: the same
   gradients were applied twice, or those of an older `opt_state`;
 - an optimizer without a loss scale gets gradients that were scaled;
 - in one trace, gradients are clipped or normalized between `value_and_grad` and the update, where they are multiplied
-  by the scale (`programs.homogeneity`).
+  by the scale; or they are divided or multiplied by the scale itself (`programs.homogeneity`).
 
 The second and the fourth are found only where the update gets the very arrays that were returned: gradients that were
 averaged, cast or clipped, or that left a jitted function, are others. For the first mistake, gradients may come from a
