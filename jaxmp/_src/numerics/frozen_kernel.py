@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import serialization
 from jax import lax
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -169,7 +170,7 @@ def _refuse(primals: tuple[Array], tangents: tuple[Any]) -> tuple[Array, Any]:
 
 def _is_readable(x: Any) -> bool:
     """Whether an array has its numbers here, and now."""
-    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+    return not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)
 
 
 def _guard_bits(log2_scale: Any) -> Any:
@@ -251,7 +252,8 @@ def kernel_of(x: Any) -> FrozenKernel:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.eval_shape(kernel_of, x)
     x = jnp.asarray(x)
-    return FrozenKernel(*_quantized(x), np.dtype(x.dtype))
+    q, log2_scale, guard = _quantized(x)
+    return FrozenKernel(q, log2_scale, guard, np.dtype(x.dtype))
 
 
 # Numbers above these, which e4m3 has at any power of two, would round up to 2^16 and 2^128.
