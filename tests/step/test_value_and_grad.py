@@ -442,6 +442,20 @@ def test_the_sum_that_a_joint_loss_needs_is_in_float32():
     assert_exact(found, np.array([2.0**15 + 32], F16))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_loss_that_is_one_along_one_of_two_axes(check_vma):
+    mesh = jax.make_mesh((2, 2), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
+    def f(w, x):
+        loss = lambda w: jax.lax.pmean(jnp.sum(w * x), "sequence")  # noqa: E731
+        _, grads = jaxmp.value_and_grad(loss)(w, opt_state=state_with(2.0))
+        tx = jaxmp.reduce_gradients()
+        return tx.update({"w": grads}, tx.init(()))[0]["w"]
+
+    spread = jax.shard_map(f, mesh=mesh, in_specs=(P(), P("data", "sequence")), out_specs=P(), check_vma=check_vma)
+    assert_exact(jax.jit(spread)(jnp.array(1.0), jnp.array([[1.0, 2.0], [3.0, 4.0]])), F32(5.0))
+
+
 def test_a_joint_loss_of_cut_params_is_refused():
     params = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
     layout = jaxmp.fsdp.layout_of(params, mesh_of(), axis_name=AXIS, min_size=9)

@@ -119,7 +119,7 @@ def mean_over(tree: PyTree, axes: tuple[str, ...], *, dtype: Any = jnp.float32, 
             return x
         if not axes:
             return x.astype(dtype or x.dtype)
-        x = _divided(x, dtype, predivide)
+        x = compat.as_varying(_divided(x, dtype, predivide), axes)  # jax sums what varies over all axes, or over none
         return lax.psum(x, axes) * jnp.asarray(predivide / size, x.dtype)
 
     return jax.tree.map(mean, tree)
