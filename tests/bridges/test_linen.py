@@ -467,3 +467,9 @@ def test_a_field_by_nearly_its_name_is_refused():
     with pytest.raises(TypeError, match="takes fields of the state; got batch_stat, for batch_stats"):
         state.apply_gradients(grads=grads, batch_stat=state.batch_stats)
     assert state.apply_gradients(grads=grads, value=jnp.float32(0.0)).step == 1
+
+    class WithValues(OurState):
+        values: Any = None
+
+    state = make_state(WithValues, policy=POLICY)
+    assert state.apply_gradients(grads=grads, value=jnp.float32(0.0)).step == 1

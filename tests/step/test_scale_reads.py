@@ -506,3 +506,44 @@ def test_a_scale_that_is_read_to_be_shown_scales_nothing(name, in_scan):
     named = pytest.warns(jaxmp.UnreadLossScale, match="a loss scale that no loss used cannot have multiplied")
     with fresh_process(), contextlib.nullcontext() if is_scaled else named:
         trace(run, PARAMS, tx.init(PARAMS))
+
+
+DIVIDED = {  # gradients that are scaled by hand, and their scale -> what the update gets: whether it is scaled
+    "divided": (lambda g, c: g / c, False),
+    "divided in jit": (jax.jit(lambda g, c: g / c), False),
+    "divided and clipped": (lambda g, c: jnp.clip(g / c, -1, 1), False),
+    "clipped and scaled again": (lambda g, c: jnp.clip(g / c, -1, 1) * c, True),
+    "with noise": (lambda g, c: g + c * jax.random.normal(jax.random.key(0), g.shape), True),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("by", [loss_fn, lambda params, x: jnp.tanh(loss_fn(params, x))], ids=["linear", "tanh"])
+def test_a_loss_that_is_scaled_by_hand_is_unscaled_by_the_update(name, by):
+    change, is_scaled = DIVIDED[name]
+    tx = mixed()
+
+    def step(params, state, x):
+        scale = jaxmp.get_loss_scale(state)
+        grads = jax.grad(lambda params: by(params, x) * scale)(params)
+        return jaxmp.apply_gradients(tx, jax.tree.map(lambda g: change(g, scale), grads), state, params)
+
+    named = pytest.warns(jaxmp.UnreadLossScale, match="gradients that were divided by the loss scale before")
+    with fresh_process(), contextlib.nullcontext() if is_scaled else named:
+        trace(step, PARAMS, tx.init(PARAMS), X)
+
+
+def test_a_scale_that_is_read_after_its_update_speaks_for_no_other():
+    tx = mixed()
+
+    def right(params, state):
+        grads = scaled_by_hand(params, jaxmp.get_loss_scale(state))
+        return jaxmp.apply_gradients(tx, grads, state, params), jaxmp.get_loss_scale(state)
+
+    def wrong(params, state):
+        return jaxmp.apply_gradients(tx, jax.grad(loss_fn)(params, X), state, params)
+
+    with fresh_process():
+        trace(right, PARAMS, tx.init(PARAMS))
+        with pytest.warns(jaxmp.UnreadLossScale, match="nobody read"):
+            trace(wrong, PARAMS, tx.init(PARAMS))

@@ -169,7 +169,10 @@ class TrainState(_Replaced, train_state.TrainState):
         known = {field.name for field in dataclasses.fields(self)}
         fields = {name: value for name, value in kwargs.items() if name in known}
         extra = {name: value for name, value in kwargs.items() if name not in known}
-        if typos := [(x, found[0]) for x in extra if (found := difflib.get_close_matches(x, known, 1, 0.8))]:
+        others = [
+            name for name in extra if name not in ("value", "grad", "value_fn", "loss", "key")
+        ]  # as optax has them
+        if typos := [(x, found[0]) for x in others if (found := difflib.get_close_matches(x, known, 1, 0.8))]:
             raise TypeError(f"apply_gradients takes fields of the state; got {typos[0][0]}, for {typos[0][1]}.")
         if self.policy is not None:
             named_once.check_taken(self.policy, self.opt_state, grads, self.params)

@@ -115,7 +115,8 @@ def note_read(scale: Array, grads: PyTree = None) -> None:
     is_traced = isinstance(scale, Tracer)
     if is_traced:
         MEMORY.traces.append(compat.trace_state())
-    counts = ranks is not None or (is_traced and not MEMORY.made.get(scale))
+    was_used = MEMORY.read.get(scale) == []  # by an update: what reads it now shows it
+    counts = ranks is not None or (is_traced and not MEMORY.made.get(scale) and not was_used)
     MEMORY.read.set(scale, [*(MEMORY.read.get(scale) or ()), *([ranks] if counts else ())])
     MEMORY.alone[ranks] += counts
 
@@ -246,6 +247,9 @@ def check_not_changed(grads: PyTree, params: PyTree, scale: Array) -> None:
     degrees, cause = look(lambda g: unscaled(g) if MEMORY.scaled.get(g) is None else 1.0)
     if all(degree in (1.0, homogeneity.EVERY, homogeneity.UNKNOWN) for degree in degrees):
         degrees, _ = look(lambda g: 1.0 if g is scale or MEMORY.scaled.get(g) is not None else unscaled(g))
+        by_hand = MEMORY.read.get(scale) is not None and not any(MEMORY.read.get(scale))
+        if homogeneity.UNKNOWN in degrees and by_hand and all(_made_of(changed[0], scale, params)):
+            degrees, _ = look(lambda g: 1.0 if g is scale else 0.0 if compat.is_input(g) else None)
         powers = {degree for degree in degrees if isinstance(degree, float)} - {1.0}
         if powers:  # divided by the scale itself, or multiplied by it
             warn_of_unread(_UNSCALED if min(powers) < 1 else _SCALED_TWICE)
@@ -279,26 +283,25 @@ def may_be_of(grads: PyTree, scale: Array, params: PyTree) -> bool:
     comes_in = isinstance(first, Tracer) and compat.is_input(first)
     read_for = MEMORY.read.get(scale)
     is_read = read_for is not None
-    if is_read and not any(read_for) and not MEMORY.anywhere and _is_made_without(scale, first, params):
+    if is_read and not any(read_for) and not MEMORY.anywhere and _made_of(first, scale, params) == [False, True]:
         return False  # it was read to be shown
     return is_read or comes_in or MEMORY.anywhere or any(MEMORY.alone[ranks] > 0 for ranks in (_ranks(grads), None))
 
 
-def _is_made_without(scale: Array, gradient: Any, params: PyTree) -> bool:
-    """Whether a gradient was computed from params in this trace, and `scale` is in none of the equations."""
-    own, seen = {id(p) for p in jax.tree.leaves(params) if isinstance(p, Tracer)}, set()
-    open_, is_of_params = [gradient], False
+def _made_of(gradient: Any, *trees: PyTree) -> list[bool]:
+    """Of which of these trees a gradient was computed in this trace, by the equations; of all, if they are too many."""
+    own = [{id(x) for x in jax.tree.leaves(tree) if isinstance(x, Tracer)} for tree in trees]
+    seen, open_ = {}, [gradient]
     while open_:
         tracer = open_.pop()
-        if tracer is scale or len(seen) > _MOST:
-            return False
         if id(tracer) in seen:
             continue
-        seen.add(id(tracer))
-        is_of_params |= id(tracer) in own
+        seen[id(tracer)] = tracer
+        if len(seen) > _MOST:
+            return [True] * len(own)
         made = compat.equation_of(tracer) if isinstance(tracer, Tracer) else None
         open_ += () if made is None else made[0].invars
-    return is_of_params
+    return [not ids.isdisjoint(seen) for ids in own]
 
 
 def warn_of_unread(message: str) -> None:
