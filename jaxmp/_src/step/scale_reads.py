@@ -290,18 +290,23 @@ def may_be_of(grads: PyTree, scale: Array, params: PyTree) -> bool:
 
 def _made_of(gradient: Any, *trees: PyTree) -> list[bool]:
     """Of which of these trees a gradient was computed in this trace, by the equations; of all, if they are too many."""
-    own = [{id(x) for x in jax.tree.leaves(tree) if isinstance(x, Tracer)} for tree in trees]
-    seen, open_ = {}, [gradient]
-    while open_:
+    tree_of, found = ByIdentity(), [False] * len(trees)
+    for k, tree in enumerate(trees):
+        for x in jax.tree.leaves(tree):
+            if isinstance(x, Tracer):
+                tree_of.set(x, k)
+    seen, count, open_ = ByIdentity(), 0, [gradient]
+    while open_ and count < _MOST:
         tracer = open_.pop()
-        if id(tracer) in seen:
+        if not isinstance(tracer, Tracer) or seen.get(tracer):
             continue
-        seen[id(tracer)] = tracer
-        if len(seen) > _MOST:
-            return [True] * len(own)
-        made = compat.equation_of(tracer) if isinstance(tracer, Tracer) else None
+        seen.set(tracer, True)
+        count += 1
+        if (k := tree_of.get(tracer)) is not None:
+            found[k] = True
+        made = compat.equation_of(tracer)
         open_ += () if made is None else made[0].invars
-    return [not ids.isdisjoint(seen) for ids in own]
+    return [True] * len(trees) if open_ else found
 
 
 def warn_of_unread(message: str) -> None:
