@@ -79,6 +79,9 @@ class _Read(Generic[T]):
         return self  # pyright: ignore[reportReturnType]
 
 
+_OF_OPTAX = {"value", "grad", "value_fn", "loss", "key"}  # usual names of extra arguments, whatever a field is called
+
+
 class TrainState(_Replaced, train_state.TrainState):
     """flax's TrainState for a `mixed_precision` optimizer.
 
@@ -169,11 +172,9 @@ class TrainState(_Replaced, train_state.TrainState):
         known = {field.name for field in dataclasses.fields(self)}
         fields = {name: value for name, value in kwargs.items() if name in known}
         extra = {name: value for name, value in kwargs.items() if name not in known}
-        others = [
-            name for name in extra if name not in ("value", "grad", "value_fn", "loss", "key")
-        ]  # as optax has them
-        if typos := [(x, found[0]) for x in others if (found := difflib.get_close_matches(x, known, 1, 0.8))]:
-            raise TypeError(f"apply_gradients takes fields of the state; got {typos[0][0]}, for {typos[0][1]}.")
+        for name in extra.keys() - _OF_OPTAX:
+            if field := difflib.get_close_matches(name, known, 1, 0.8):
+                raise TypeError(f"apply_gradients takes fields of the state; got {name}, for {field[0]}.")
         if self.policy is not None:
             named_once.check_taken(self.policy, self.opt_state, grads, self.params)
         params, opt_state = transform.apply_gradients(self.tx, grads, self.opt_state, self.params, **extra)

@@ -252,9 +252,9 @@ def restore(
         refused = f"opt_state has a loss scale of {record['loss_scales']} in the checkpoint and {kinds} in the job"
     if refused:
         how = (
-            "" if "freeze" in refused else " Restore with the optimizer that saved, then call jaxmp.checkpoint.convert."
+            "" if "freeze" in refused else ". Restore with the optimizer that saved, then call jaxmp.checkpoint.convert"
         )
-        raise ValueError(f"a checkpoint must be of this model and this optimizer; {refused}.{how}")
+        raise ValueError(f"a checkpoint must be of this model and this optimizer; {refused}{how}.")
     if tx is not None and any(names[0] == "params" for names in missing):
         # A param that starts fresh has no state of before, also where a shape is the same by chance.
         owners = {path: names for names, path in _paths("params", given).items()}
