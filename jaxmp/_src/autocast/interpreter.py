@@ -112,9 +112,9 @@ class Interpreter:
             if choice.how == "same":
                 return results
             made_of = max((v.made_of for v in operands), default=CONSTANTS)
-            floats = [v for v in operands if v.dtype in FLOATS and np.ndim(v.array) > 0]
-            if floats and all(v.origin for v in floats):
-                for k, v in enumerate(results):
+            if any(v.origin for v in operands):
+                arrays = [v for v in operands if v.dtype in FLOATS and np.ndim(v.array) > 0]
+                for k, v in enumerate(results if arrays and all(v.origin for v in arrays) else ()):
                     v.origin = self._origin_after(k, eqn, operands, choice, at)
             for v in results:
                 v.made_of = made_of

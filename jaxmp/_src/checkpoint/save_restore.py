@@ -251,10 +251,9 @@ def restore(
     if tx is not None and not refused and record["loss_scales"] != (kinds := _loss_scales_of(like["opt_state"])):
         refused = f"opt_state has a loss scale of {record['loss_scales']} in the checkpoint and {kinds} in the job"
     if refused:
-        how = (
-            "" if "freeze" in refused else ". Restore with the optimizer that saved, then call jaxmp.checkpoint.convert"
-        )
-        raise ValueError(f"a checkpoint must be of this model and this optimizer; {refused}{how}.")
+        if not refused.endswith(_FREEZE):
+            refused += ". Restore with the optimizer that saved, then call jaxmp.checkpoint.convert"
+        raise ValueError(f"a checkpoint must be of this model and this optimizer; {refused}.")
     if tx is not None and any(names[0] == "params" for names in missing):
         # A param that starts fresh has no state of before, also where a shape is the same by chance.
         owners = {path: names for names, path in _paths("params", given).items()}
@@ -370,6 +369,9 @@ def _state_like(tx: optax.GradientTransformation, start: PyTree, params: PyTree)
         return jax.tree.structure(state).unflatten(map(_on, *map(jax.tree.leaves, (state, places))))  # boxes may differ
 
 
+_FREEZE = "freeze that kernel (jaxmp.fp8.freeze) in both, or after restore"
+
+
 def _compared(saved: Any, wanted: Any, same_layers: bool, patterns: Sequence[str]) -> tuple[str | None, list[_Names]]:
     """(what is wrong with the first leaf that must fit, or None; the leaves of the job that start fresh)."""
     missing: list[_Names] = []
@@ -386,7 +388,7 @@ def _compared(saved: Any, wanted: Any, same_layers: bool, patterns: Sequence[str
         of_array = "/".join(names[:-1] if names[-1] in tree_paths.PARTS else names)  # as a pattern names it
         if not (tree_paths.matches(path, patterns) or tree_paths.matches(of_array, patterns)):
             if {names, names[:-1]} & frozen:
-                return f"{path} {why}; freeze that kernel (jaxmp.fp8.freeze) in both, or after restore", []
+                return f"{path} {why}; {_FREEZE}", []
             return f"{path} {why}; name it in fresh= if it may differ", []
         if isinstance(here, jax.ShapeDtypeStruct) and names[0] != "opt_state":
             return f"{path} starts fresh, so it needs a value, and is only described", []

@@ -139,17 +139,16 @@ for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), "eq", "ne", "lt", "le
 
 
 def _from_state_dict(kernel: FrozenKernel, state: Any) -> FrozenKernel:
-    if not isinstance(state, dict) or state.keys() != {"q", "log2_scale", "guard"}:
+    if not isinstance(state, dict) or state.keys() != {*_PARTS}:
         raise ValueError(
             f"a frozen kernel must come from a frozen one; got {type(state).__name__}. Load it, then freeze."
         )
     return FrozenKernel(**state, dtype=kernel.dtype)
 
 
+_PARTS = ("q", "log2_scale", "guard")
 serialization.register_serialization_state(
-    FrozenKernel,
-    lambda kernel: {"q": kernel.q, "log2_scale": kernel.log2_scale, "guard": kernel.guard},
-    _from_state_dict,
+    FrozenKernel, lambda kernel: {name: getattr(kernel, name) for name in _PARTS}, _from_state_dict
 )
 
 

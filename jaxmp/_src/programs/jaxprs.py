@@ -330,10 +330,11 @@ def flops_of(eqn: Any) -> int:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return 2 * sizes[0] * math.prod(eqn.invars[0].aval.shape[a] for a in contracted)
     if eqn.primitive.name in RAGGED_MATMULS:
-        (_, contracted), (_, batch) = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        others = {*contracted, *batch, *eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions}
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (_, contracted), (_, batch) = numbers.dot_dimension_numbers
         lhs, rhs = (v.aval.shape for v in eqn.invars[:2])
-        return 2 * math.prod(lhs) * math.prod(n for a, n in enumerate(rhs) if a not in others)  # each row has one group
+        columns = {*range(len(rhs))} - {*contracted, *batch, *numbers.rhs_group_dimensions}
+        return 2 * math.prod(lhs) * math.prod(rhs[a] for a in columns)  # each row has one group
     if eqn.primitive.name == "conv_general_dilated":
         kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
         spread = math.prod(eqn.params["lhs_dilation"])  # so many numbers, all but one of them zeros, stand for one

@@ -115,9 +115,10 @@ def note_read(scale: Array, grads: PyTree = None) -> None:
     is_traced = isinstance(scale, Tracer)
     if is_traced:
         MEMORY.traces.append(compat.trace_state())
-    was_used = MEMORY.read.get(scale) == []  # by an update: what reads it now shows it
+    read_for = MEMORY.read.get(scale)
+    was_used = read_for == []  # by an update: what reads it now shows it
     counts = ranks is not None or (is_traced and not MEMORY.made.get(scale) and not was_used)
-    MEMORY.read.set(scale, [*(MEMORY.read.get(scale) or ()), *([ranks] if counts else ())])
+    MEMORY.read.set(scale, [*(read_for or ()), *([ranks] if counts else ())])
     MEMORY.alone[ranks] += counts
 
 
@@ -246,9 +247,9 @@ def check_not_changed(grads: PyTree, params: PyTree, scale: Array) -> None:
 
     degrees, cause = look(lambda g: unscaled(g) if MEMORY.scaled.get(g) is None else 1.0)
     if all(degree in (1.0, homogeneity.EVERY, homogeneity.UNKNOWN) for degree in degrees):
-        degrees, _ = look(lambda g: 1.0 if g is scale or MEMORY.scaled.get(g) is not None else unscaled(g))
-        by_hand = MEMORY.read.get(scale) is not None and not any(MEMORY.read.get(scale))
-        if homogeneity.UNKNOWN in degrees and by_hand and all(_made_of(changed[0], scale, params)):
+        if homogeneity.UNKNOWN in degrees:
+            degrees, _ = look(lambda g: 1.0 if g is scale or MEMORY.scaled.get(g) is not None else unscaled(g))
+        if homogeneity.UNKNOWN in degrees and _is_read_by_hand(scale) and all(_sources(changed[0], scale, params)):
             degrees, _ = look(lambda g: 1.0 if g is scale else 0.0 if compat.is_input(g) else None)
         powers = {degree for degree in degrees if isinstance(degree, float)} - {1.0}
         if powers:  # divided by the scale itself, or multiplied by it
@@ -281,16 +282,25 @@ def may_be_of(grads: PyTree, scale: Array, params: PyTree) -> bool:
     """Whether a loss of `params` that read `scale` can have made `grads`."""
     first = _first_of(grads)
     comes_in = isinstance(first, Tracer) and compat.is_input(first)
-    read_for = MEMORY.read.get(scale)
-    is_read = read_for is not None
-    if is_read and not any(read_for) and not MEMORY.anywhere and _made_of(first, scale, params) == [False, True]:
+    if _is_read_by_hand(scale) and not MEMORY.anywhere and _sources(first, scale, params) == [False, True]:
         return False  # it was read to be shown
-    return is_read or comes_in or MEMORY.anywhere or any(MEMORY.alone[ranks] > 0 for ranks in (_ranks(grads), None))
+    return (
+        MEMORY.read.get(scale) is not None
+        or comes_in
+        or MEMORY.anywhere
+        or any(MEMORY.alone[ranks] > 0 for ranks in (_ranks(grads), None))
+    )
 
 
-def _made_of(gradient: Any, *trees: PyTree) -> list[bool]:
+def _is_read_by_hand(scale: Array) -> bool:
+    """Whether a scale was read, and by no `value_and_grad`."""
+    read_for = MEMORY.read.get(scale)
+    return read_for is not None and not any(read_for)
+
+
+def _sources(gradient: Any, *trees: PyTree) -> list[bool]:
     """Of which of these trees a gradient was computed in this trace, by the equations; of all, if they are too many."""
-    tree_of, found = ByIdentity(), [False] * len(trees)
+    tree_of, is_source = ByIdentity(), [False] * len(trees)
     for k, tree in enumerate(trees):
         for x in jax.tree.leaves(tree):
             if isinstance(x, Tracer):
@@ -303,10 +313,10 @@ def _made_of(gradient: Any, *trees: PyTree) -> list[bool]:
         seen.set(tracer, True)
         count += 1
         if (k := tree_of.get(tracer)) is not None:
-            found[k] = True
-        made = compat.equation_of(tracer)
-        open_ += () if made is None else made[0].invars
-    return [True] * len(trees) if open_ else found
+            is_source[k] = True
+        equation = compat.equation_of(tracer)
+        open_ += () if equation is None else equation[0].invars
+    return [True] * len(trees) if open_ else is_source
 
 
 def warn_of_unread(message: str) -> None:
