@@ -435,6 +435,32 @@ def test_gradients_that_were_changed_before_the_update(name, loss_scale):
         trace(step, PARAMS, tx.init(PARAMS))
 
 
+LOSSES = {  # a loss and its scale -> what value_and_grad gets: whether it is warned of
+    "times the scale": (lambda loss, scale: loss * scale, True),
+    "in half, the scale first": (lambda loss, scale: -(scale * (0.5 * loss)), True),
+    "as it is": (lambda loss, scale: loss, False),
+    "beside the logged scale": (lambda loss, scale: loss + 0 * jax.lax.stop_gradient(jnp.log2(scale)), False),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("policy", ["fp16", "fp16-mixed", None])
+def test_a_loss_that_was_scaled_by_hand(name, policy):
+    change, is_told = LOSSES[name]
+    tx = mixed()
+
+    def step(params, state):
+        def scaled(params):
+            return change(loss_fn(params, X), scale_of(state))
+
+        _, grads = jaxmp.value_and_grad(scaled, policy=policy)(params, opt_state=state)
+        return jaxmp.apply_gradients(tx, grads, state, params)
+
+    told = pytest.warns(jaxmp.UnreadLossScale, match="a loss is scaled once") if is_told else contextlib.nullcontext()
+    with fresh_process(), told:
+        trace(step, PARAMS, tx.init(PARAMS))
+
+
 def test_unscaled_gradients_for_an_update_that_does_not_unscale():
     tx = mixed()
 

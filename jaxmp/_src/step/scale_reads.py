@@ -11,7 +11,8 @@ An update divides by the scale in its state. Code that scales a loss reads this 
   gradients were applied twice, or those of an older `opt_state`;
 - an optimizer without a loss scale gets gradients that were scaled;
 - in one trace, gradients are clipped or normalized between `value_and_grad` and the update, where they are multiplied
-  by the scale; or they are divided or multiplied by the scale itself (`programs.homogeneity`).
+  by the scale; or they are divided or multiplied by the scale itself (`programs.homogeneity`);
+- in one trace, the loss that `value_and_grad` gets was multiplied by the scale.
 
 The second and the fourth are found only where the update gets the very arrays that were returned: gradients that were
 averaged, cast or clipped, or that left a jitted function, are others. For the first mistake, gradients may come from a
@@ -229,6 +230,18 @@ def check_scaled(grads: PyTree, params: PyTree, scale: Array, *, is_dynamic: boo
         read_for.clear()
 
 
+def check_loss(loss: Any, scale: Array) -> None:
+    """Warns of a loss that was multiplied, in this trace, by the scale that multiplies it again."""
+    open_ = [loss]
+    while open_:
+        made = compat.equation_of(open_.pop())
+        if made is not None and made[0].primitive.name in ("mul", "convert_element_type", "neg"):
+            if any(x is scale for x in made[0].invars):
+                warn_of_unread(_LOSS_SCALED_TWICE)
+                return
+            open_ += made[0].invars
+
+
 def check_not_changed(grads: PyTree, params: PyTree, scale: Array) -> None:
     """Warns of gradients that were changed, in this trace, by what depends on the scale that they are multiplied by.
 
@@ -275,6 +288,10 @@ _UNSCALED = (
 _SCALED_TWICE = (
     "gradients are scaled once, by value_and_grad; got gradients that the loss scale multiplied again. The step "
     "is thousands of times too large. Pass the gradients of value_and_grad."
+)
+_LOSS_SCALED_TWICE = (
+    "a loss is scaled once, by value_and_grad; got a loss that its loss scale multiplied before. The loss that it "
+    "returns and the step are thousands of times too large. Return the loss itself."
 )
 
 

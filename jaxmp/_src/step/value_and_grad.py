@@ -222,6 +222,7 @@ def scaled_value_and_grad(
                 nonlocal is_warned
                 value, pullback, aux = jax.vjp(lambda params: loss(params, *args), params, has_aux=True)
                 joint.update(axis for axis in tracked if axis not in compat.varying_axes(aux[0]))
+                scale_reads.check_loss(aux[0], loss_scale)
                 if check is not None:
                     check(pullback, value)
                 if not is_warned and not calibrates and not regions.is_tracing():  # else autocast will cast it
