@@ -142,12 +142,39 @@ MODELS = {
 def made(name):
     """(the frozen base, a loss of adapters and a base)."""
     base, run = MODELS[name]()
-    frozen = jaxmp.fp8.freeze(base, ("*kernel", "*/w", "*weight"))
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(base)]
+    ends = [end for end in ("kernel", "/w", "weight") if any(name.endswith(end) for name in names)]
+    frozen = jaxmp.fp8.freeze(base, [f"*{end}" for end in ends])
 
     def loss(lora, base):
         return jnp.mean((run(base, X + X @ lora["a"] @ lora["b"]) - 1) ** 2)
 
     return frozen, loss
+
+
+FACTORS = {
+    "a row of factors": lambda g, w: w * g,
+    "divisors of rows": lambda g, w: w / g[0, :, None],
+    "a whole array": lambda g, w: jnp.broadcast_to(g, w.shape) * w,
+    "in a loop": lambda g, w: jax.lax.fori_loop(0, 2, lambda _, w: w, w * g),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors_of_a_kernel_that_are_trained_keep_no_copy(name, policy):
+    base = jaxmp.fp8.freeze({"kernel": jax.random.normal(jax.random.key(5), (WIDTH, WIDTH))})
+    g = 1 + jax.random.uniform(jax.random.key(6), (1, WIDTH))
+
+    def loss(g, base):
+        return jnp.mean((X @ FACTORS[name](g, jnp.asarray(base["kernel"]))) ** 2)
+
+    run = jaxmp.autocast(loss, policy)
+    wide = {"float32", "bfloat16", "float16"}
+    assert len(copies(run, g, base) & wide) <= (name == "a whole array")  # the factors themselves
+    assert copies(run, g, widened(base)) & wide
+    found, expected = (jax.jit(jax.grad(run))(g, tree) for tree in (base, widened(base)))
+    np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.thorough(12)

@@ -77,7 +77,7 @@ def test_only_what_fits_is_frozen():
 @pytest.mark.parametrize(
     ("patterns", "parts"),
     [
-        ("nothing", ("freeze must fit a leaf", "got none for 'nothing'", "a/bias, a/frozen/q")),
+        ("nothing", ("freeze must fit a leaf", "got none for 'nothing'", "a/bias, a/frozen, a/kernel")),
         ("*", ("floats with two axes or more", "float32[32] at a/bias")),
         ("a/frozen", ("got one that is frozen at a/frozen",)),
     ],
@@ -87,6 +87,12 @@ def test_other_leaves_are_refused(patterns, parts):
     with pytest.raises(ValueError, match="freeze|frozen") as e:
         jaxmp.fp8.freeze({"a": {"bias": W[0], "frozen": frozen, "kernel": W}}, patterns)
     assert all(part in str(e.value) for part in parts)
+
+
+def test_a_pattern_among_others_that_fits_nothing_is_told():
+    with pytest.warns(UserWarning, match=r"freeze\(patterns\): the pattern '\*kernels' fits no param"):
+        frozen = jaxmp.fp8.freeze({"kernel": W}, ("*kernels", "*kernel"))
+    assert frozen["kernel"].q.shape == W.shape
 
 
 def test_nobody_differentiates_it():
@@ -104,6 +110,9 @@ def test_no_finite_weight_becomes_infinite(dtype, largest):
     assert_exact(jnp.asarray(kernel).astype(jnp.float32)[0], np.float32([below, -below]))
     wide = jaxmp.fp8.freeze({"kernel": jnp.array([[65504.0], [1.0]])})["kernel"]  # float32 that a policy casts
     assert np.isfinite(np.asarray(wide).astype(np.float16)).all()
+    between = np.float32([[65519.0], [1.0]])  # which float16 rounds down
+    wide = jaxmp.fp8.freeze({"kernel": between})["kernel"]
+    assert np.isfinite(between.astype(np.float16)).all() and np.isfinite(np.asarray(wide).astype(np.float16)).all()
 
 
 @pytest.mark.parametrize(
@@ -122,38 +131,52 @@ def test_a_kernel_that_others_computed_with_is_refused(change):
             read(changed)
 
 
-# These keep the dtypes of all parts.
-CHANGES = {
+BY_NUMBERS = {  # these change the dtype of the lock
     "twice": lambda a: 2 * a,
     "three times": lambda a: 3 * a,
-    "negative": jnp.negative,
     "plus one": lambda a: a + 1,
-    "minus itself": lambda a: a - a,
-    "square": jnp.square,
-    "abs": jnp.abs,
-    "sign": jnp.sign,
-    "relu": jax.nn.relu,
+    "minus itself": lambda a: a - 1 * a,
+    "sign": lambda a: jnp.sign(1 * a),
     "bounds": lambda a: jnp.clip(a, -1, 1),
-    "wide bounds": lambda a: jnp.clip(a, -5, 5),
-    "round": jnp.round,
-    "floor": jnp.floor,
+    "wide bounds": lambda a: jnp.clip(a, -10, 10),
+    "very wide bounds": lambda a: jnp.clip(a, -100, 100),
+    "an upper bound": lambda a: jnp.minimum(a, 1),
+    "a lower bound": lambda a: jnp.maximum(a, -20),
+    "a choice": lambda a: jnp.where(a > 1, 1, a),
     "threshold": lambda a: jnp.where(jnp.abs(a) < 0.25, 0, a),
+    "pruned": lambda a: jnp.where(jnp.abs(a) < 1e-2, 0 * a, a),
+    "square": jnp.square,
+    "running sums": lambda a: jnp.cumsum(a, 0),
+}
+IN_ITS_DTYPES = {
+    "abs": jnp.abs,
+    "added": lambda a: a + a,
     "ones": jnp.ones_like,
     "zeros": jnp.zeros_like,
+    "twice, and back": lambda a: (2 * a).astype(a.dtype),
+    "bounds, and back": lambda a: jnp.clip(a, -1, 1).astype(a.dtype),
     "noise": lambda a: (a + 0.3 * jax.random.normal(jax.random.key(0), a.shape).astype(a.dtype)).astype(a.dtype),
+    "unlocked": lambda a: jnp.zeros_like(a) if a.dtype == bool else a,
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_kernel_that_others_computed_with_in_its_dtypes_is_refused(change):
-    """By an error where the numbers are at hand, and by NaN in a program."""
-    kernel = jaxmp.fp8.freeze({"kernel": W})["kernel"]
-    changed = jax.tree.map(CHANGES[change], kernel)
-    assert [x.dtype for x in jax.tree.leaves(changed)] == [x.dtype for x in jax.tree.leaves(kernel)]
-    with pytest.raises(TypeError, match="a frozen kernel must stay as freeze made it; got other numbers"):
+@pytest.mark.parametrize(
+    ("change", "scale"),
+    [*((name, 1.0) for name in BY_NUMBERS | IN_ITS_DTYPES), *((name, 300.0) for name in BY_NUMBERS)],
+)
+def test_a_kernel_that_others_computed_with_by_numbers_is_refused(change, scale):
+    """By an error, or by NaN in a program where the dtypes stayed; also where exponents are 0 and more."""
+    kernel = jaxmp.fp8.freeze({"kernel": W * np.float32(scale)})["kernel"]
+    changed = jax.tree.map((BY_NUMBERS | IN_ITS_DTYPES)[change], kernel)
+    says = "parts in" if change in BY_NUMBERS else "other numbers"
+    with pytest.raises(TypeError, match=f"a frozen kernel must stay as freeze made it; got {says}"):
         jnp.asarray(changed)
-    assert np.isnan(jax.jit(jnp.asarray)(changed)).any()
-    assert np.isnan(jax.jit(jaxmp.autocast(lambda k: jnp.ones((2, 48)) @ k, "bf16"))(changed)).any()
+    for run in (jnp.asarray, jaxmp.autocast(lambda k: jnp.ones((2, 48)) @ k, "bf16")):
+        if change in BY_NUMBERS:
+            with pytest.raises(TypeError, match="got parts in"):
+                jax.jit(run)(changed)
+        else:
+            assert np.isnan(jax.jit(run)(changed)).all()
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "lion", "lamb", "sgd"])

@@ -114,8 +114,12 @@ class Interpreter:
             made_of = max((v.made_of for v in operands), default=CONSTANTS)
             if any(v.origin for v in operands):
                 arrays = [v for v in operands if v.dtype in FLOATS and np.ndim(v.array) > 0]
-                for k, v in enumerate(results if arrays and all(v.origin for v in arrays) else ()):
-                    v.origin = self._origin_after(k, eqn, operands, choice, at)
+                for k, v in enumerate(results):
+                    run, parts = self._origin_after(k, eqn, operands, choice, at)
+                    if arrays and all(v.origin for v in arrays):
+                        v.origin = run, parts
+                    elif name in ("mul", "div"):  # whose derivative reads the kernel
+                        v.array = jax.checkpoint(run)(*parts)
             for v in results:
                 v.made_of = made_of
                 v.is_cast_down = choice.how in ("low", "once") or FLOAT32 in (choice.dtype, *choice.kept)

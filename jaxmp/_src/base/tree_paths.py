@@ -29,7 +29,7 @@ from flax.core import meta
 from jaxmp._src.base.warn import warn
 
 # What stands in place of an array: of an optimizer, and of a frozen kernel.
-PARTS = frozenset({"remainder16", "remainder8", "codes", "scales", "q", "log2_scale", "guard"})
+PARTS = frozenset({"remainder16", "remainder8", "codes", "scales", "q", "log2_scale", "guard", "lock"})
 
 
 def path_str(path: Iterable[Any]) -> str:

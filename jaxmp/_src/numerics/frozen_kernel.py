@@ -11,8 +11,10 @@ calls `__jax_array__`). A derivative would keep that array: two bytes for each e
 name of `widened` what was made of a frozen kernel, and has each product make it again in its backward pass.
 
 `jax.tree.map` and optax see the arrays inside. What they compute keeps the dtypes, often: 2 * q and 2 * e are arrays
-like q and e. So there is a third array, the guard: an odd number of fp8's smallest steps below zero, which e chooses.
-Sums, products, rounding, thresholds and optimizers change it, or change e, and a kernel with a wrong guard is NaN.
+like q and e. So there are two more arrays. The lock holds True: with a number it becomes an array of numbers, so a
+product, a sum or a bound of 10 is known by its dtype. The guard is an odd number of fp8's smallest steps below zero,
+which e chooses: sums of two kernels, rounding, and optimizers, which restore dtypes, change it, or change e. A kernel
+with a wrong lock or guard is NaN.
 
 References:
   Dettmers et al. 2023, QLoRA (arXiv 2305.14314), which stores the base in 4 bits and widens it in the same places.
@@ -30,12 +32,13 @@ from flax import serialization
 from jax import lax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxmp._src.base import ambient, tree_paths
 from jaxmp._src.numerics import casting, float_bits, quantize
 
 _DTYPE = jnp.float8_e4m3fn
+_DTYPES = tuple(map(np.dtype, (_DTYPE, np.int8, _DTYPE, np.bool)))
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +50,7 @@ class FrozenKernel:
       q: float8_e4m3fn, of the shape of the kernel.
       log2_scale: int8, of that shape with 1 in place of the axis before the last: the exponent of each column.
       guard: float8_e4m3fn, like `log2_scale`: what it must be for that exponent, see above.
+      lock: bool, like `log2_scale`: True.
       dtype: in which it reads as an array, that of the kernel before.
 
     Example:
@@ -58,6 +62,7 @@ class FrozenKernel:
     q: Float[Array, "... k n"]
     log2_scale: Int[Array, "... 1 n"]
     guard: Float[Array, "... 1 n"]
+    lock: Bool[Array, "... 1 n"]
     dtype: Any = dataclasses.field(metadata={"static": True})
 
     @property
@@ -80,12 +85,19 @@ class FrozenKernel:
         """The transposed kernel as an array."""
         return jnp.asarray(self).T
 
+    @property
+    def mT(self) -> Array:
+        """The kernel as an array with its last two axes swapped."""
+        return jnp.asarray(self).mT
+
     def __jax_array__(self) -> Array:
-        dtypes = self.q.dtype, self.log2_scale.dtype, self.guard.dtype
-        got = "" if dtypes == (_DTYPE, jnp.int8, _DTYPE) else f"parts in {', '.join(map(str, dtypes))}"
-        if not got and all(_is_readable(x) for x in (self.log2_scale, self.guard)):
-            bits = np.asarray(self.guard).view(np.uint8)
-            got = "" if np.array_equal(bits, _guard_bits(np.asarray(self.log2_scale))) else "other numbers"
+        parts = self.q, self.log2_scale, self.guard, self.lock
+        dtypes = tuple(np.dtype(x.dtype) for x in parts)
+        got = "" if dtypes == _DTYPES else f"parts in {', '.join(map(str, dtypes))}"
+        if not got and all(map(_is_readable, parts[1:])):
+            log2_scale, guard, lock = map(np.asarray, parts[1:])
+            is_own = np.array_equal(guard.view(np.uint8), _guard_bits(log2_scale)) and lock.all()
+            got = "" if is_own else "other numbers"
         if got:
             raise TypeError(
                 f"a frozen kernel must stay as freeze made it; got {got}, as jax.tree.map and optax make them of its "
@@ -93,7 +105,7 @@ class FrozenKernel:
                 f"own."
             )
         # Autocast traces in float32, and casts afterwards.
-        return widened(self.q, self.log2_scale, self.guard, jnp.float32 if ambient.AUTOCAST.value[1] else self.dtype)
+        return widened(*parts, jnp.float32 if ambient.AUTOCAST.value[1] else self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
@@ -146,7 +158,7 @@ def _from_state_dict(kernel: FrozenKernel, state: Any) -> FrozenKernel:
     return FrozenKernel(**state, dtype=kernel.dtype)
 
 
-_PARTS = ("q", "log2_scale", "guard")
+_PARTS = ("q", "log2_scale", "guard", "lock")
 serialization.register_serialization_state(
     FrozenKernel, lambda kernel: {name: getattr(kernel, name) for name in _PARTS}, _from_state_dict
 )
@@ -183,21 +195,22 @@ def _guard_bits(log2_scale: Any) -> Any:
     return xp.where(xp.abs(e) <= 1, 0x8F, 0x81 + 2 * (e % 7)).astype(np.uint8)
 
 
-def _widened(q: Array, log2_scale: Array, guard: Array, dtype: Any) -> Array:
+def _widened(q: Array, log2_scale: Array, guard: Array, lock: Array, dtype: Any) -> Array:
     scale = float_bits.normal_power_of_two(log2_scale.astype(jnp.float32))
-    scale = jnp.where(lax.bitcast_convert_type(guard, jnp.uint8) == _guard_bits(log2_scale), scale, jnp.nan)
+    is_own = (lax.bitcast_convert_type(guard, jnp.uint8) == _guard_bits(log2_scale)) & lock
+    scale = jnp.where(is_own, scale, jnp.nan)
     return (_not_differentiated(q).astype(jnp.float32) * scale).astype(dtype)
 
 
 WIDENED = "jaxmp_widened_frozen_kernel"
 _widened.__name__ = WIDENED
-widened = jax.jit(_widened, static_argnums=3)
+widened = jax.jit(_widened, static_argnums=4)
 
 
 def freeze(params: PyTree, patterns: str | Iterable[str] = "*kernel") -> PyTree:
     """`params` with kernels in fp8, for the base under adapters: nobody can train them any more.
 
-    A kernel takes one byte for each element, and two for each column: a column runs along the axis before the last.
+    A kernel takes one byte for each element, and three for each column: a column runs along the axis before the last.
     Layers of linen and nnx and plain functions read it as an array. Under `jaxmp.autocast`, so in a loss of
     `jaxmp.value_and_grad(policy=)`, also in `lax.scan` and remat, the backward pass keeps no 16-bit copy of it: each
     product widens it again. Elsewhere the results are the same, and the copy is kept. Differentiate with respect to the
@@ -213,10 +226,13 @@ def freeze(params: PyTree, patterns: str | Iterable[str] = "*kernel") -> PyTree:
     Returns:
       The tree with a `FrozenKernel` in place of each such leaf. An element that is not finite becomes NaN; no finite
       one rounds up to infinity in float16 or float32. `jax.tree.map` sees the parts of a frozen kernel: what it
-      computes with them is an error where the kernel is read, and NaN under jit.
+      computes with them is an error where the kernel is read, or NaN under jit.
 
     Raises:
       ValueError: no leaf fits; a leaf that fits has other axes or numbers, or is frozen already, named by path.
+
+    Warns:
+      UserWarning: one of several patterns fits no leaf.
 
     Example:
       >>> params = {"base": {"kernel": jnp.ones((64, 32))}, "lora": {"a": jnp.ones((64, 2)), "b": jnp.zeros((2, 32))}}
@@ -226,24 +242,24 @@ def freeze(params: PyTree, patterns: str | Iterable[str] = "*kernel") -> PyTree:
       >>> jax.grad(loss_fn)(params["lora"], base, jnp.ones((8, 64)))["b"].shape
       (2, 32)
     """
-    has_fit = False
+    paths = list(tree_paths.leaves_by_path(params, is_frozen))
+    if not any(tree_paths.matches(path, patterns) for path in paths):
+        raise ValueError(f"freeze must fit a leaf; got none for {patterns!r}. The params are {', '.join(paths[:4])}.")
+    tree_paths.warn_of_idle("freeze(patterns)", patterns, paths, of="param")
 
     def frozen(path: str, x: Any) -> Any:
-        nonlocal has_fit
         if not tree_paths.matches(path, patterns):
             return x
-        has_fit = True
         if is_frozen(x) or not casting.is_float(x) or x.ndim < 2:
             got = f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
             got = "one that is frozen" if is_frozen(x) else got
-            raise ValueError(f"a frozen kernel is made of floats with two axes or more; got {got} at {path}.")
+            raise ValueError(
+                f"a frozen kernel is made of floats with two axes or more; got {got} at {path}. Pass patterns that fit "
+                f"kernels alone."
+            )
         return kernel_of(x)
 
-    tree = tree_paths.map_with_path(frozen, params, is_leaf=is_frozen)
-    if not has_fit:
-        paths = list(tree_paths.leaves_by_path(params))
-        raise ValueError(f"freeze must fit a leaf; got none for {patterns!r}. The params are {', '.join(paths[:4])}.")
-    return tree
+    return tree_paths.map_with_path(frozen, params, is_leaf=is_frozen)
 
 
 def kernel_of(x: Any) -> FrozenKernel:
@@ -251,17 +267,17 @@ def kernel_of(x: Any) -> FrozenKernel:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.eval_shape(kernel_of, x)
     x = jnp.asarray(x)
-    q, log2_scale, guard = _quantized(x)
-    return FrozenKernel(q, log2_scale, guard, np.dtype(x.dtype))
+    return FrozenKernel(*_quantized(x), np.dtype(x.dtype))
 
 
-# Numbers above these, which e4m3 has at any power of two, would round up to 2^16 and 2^128.
-_BELOW_THE_TOP = {65504.0: 61440.0, float(np.finfo(np.float32).max): 1.875 * 2.0**127}
+# Numbers above these, which e4m3 has at any power of two, would round up to 2^16 and 2^128. (float16 has 65504 for what
+# is below 65520.)
+_BELOW_THE_TOP = {65519.996: 61440.0, float(np.finfo(np.float32).max): 1.875 * 2.0**127}
 
 
 @jax.jit
-def _quantized(x: Array) -> tuple[Array, Array, Array]:
-    """(q, log2_scale, guard) of a kernel."""
+def _quantized(x: Array) -> tuple[Array, Array, Array, Array]:
+    """(q, log2_scale, guard, lock) of a kernel."""
     x = x.astype(jnp.float32)
     for top, below in _BELOW_THE_TOP.items():
         x = jnp.where((jnp.abs(x) > below) & (jnp.abs(x) <= top), jnp.copysign(jnp.float32(below), x), x)
@@ -271,4 +287,5 @@ def _quantized(x: Array) -> tuple[Array, Array, Array]:
     x = jnp.where(jnp.isfinite(x), x, jnp.nan)
     q = quantize.quantize(x, float_bits.normal_power_of_two(log2.astype(jnp.float32)), _DTYPE)
     log2_scale = (-log2).astype(jnp.int8)
-    return q, log2_scale, lax.bitcast_convert_type(_guard_bits(log2_scale), _DTYPE)
+    guard = lax.bitcast_convert_type(_guard_bits(log2_scale), _DTYPE)
+    return q, log2_scale, guard, jnp.ones(log2_scale.shape, bool)
