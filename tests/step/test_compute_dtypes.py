@@ -366,6 +366,32 @@ def test_a_model_of_matmuls_is_not_told():
     assert said(fp8_step(model, jnp.ones((16, 64))), jnp.ones((16, 64))) == []
 
 
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.scan(Scanned, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return layer()(x, None)[0]
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(64)(x), None
+
+
+def test_scanned_layers_are_looked_at_inside_another_autocast():
+    """There the scan stands as it was written, with its scales among its first operands."""
+    policy = jaxmp.get_policy("fp8")
+    params = jaxmp.autocast(Stack().init, policy)(jax.random.key(0), jnp.ones((16, 64)))["params"]
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), policy).init(params)
+    loss = jaxmp.autocast(lambda params, x: jnp.mean(Stack().apply({"params": params}, x) ** 2), "bf16")
+    step = jax.jit(lambda x: jaxmp.value_and_grad(loss, policy=policy)(params, x, opt_state=opt_state)[0])
+    assert said(step, jnp.ones((16, 64))) == []
+    rows = jaxmp.explain_autocast(lambda x: loss(params, x), jnp.ones((16, 64)), dtype="fp8").rows
+    (row,) = [row for row in rows if row.name == "dot_general"]
+    assert (row.written, row.runs_in, row.count, row.flops) == ("float32", "float8_e4m3fn", 2, 2 * 2 * 16 * 64 * 64)
+
+
 def test_an_nnx_cnn_is_told():
     rngs = nnx.Rngs(0)
     flat = lambda x: x.reshape(len(x), -1)  # noqa: E731

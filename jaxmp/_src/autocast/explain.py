@@ -346,13 +346,16 @@ class _Rows:
     def _add_parts(self, eqn: Any, choice: Choice, at: At, module: str, matmuls: "list[_Matmul]") -> None:
         """A row for each matmul in a function, and one for the rest of it, which for a product in fp8 are casts."""
         for x in matmuls:
-            operands = (eqn if x.narrow else x.eqn).invars[:2]
-            written = max((v.aval.dtype for v in operands), key=lambda d: d.itemsize).name
+            inner = x.product
+            dtypes = [v.aval.dtype for v in inner.invars if v.aval.dtype in FLOATS][:2]
+            dtypes = dtypes or [v.aval.dtype for v in inner.invars[:2]]  # integers, float64
+            written = max(dtypes, key=lambda d: d.itemsize).name
             group = "fp8 layer" if x.narrow else _group_of(x.eqn, choice, at.lists)
             path = module if x.narrow else x.module
             flops = jaxprs.flops_of(x.eqn)
-            if x.narrow and len(matmuls) == 1 and hasattr(eqn.params.get("fun"), "flops"):  # inside, it may be padded
-                flops = eqn.params["fun"].flops(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
+            is_alone = sum(other.product is inner for other in matmuls) == 1
+            if x.narrow and is_alone and hasattr(inner.params.get("fun"), "flops"):  # inside, it may be padded
+                flops = inner.params["fun"].flops(inner.invars[0].aval.shape, inner.outvars[0].aval.shape)
             self._count((path, x.eqn.primitive.name, written, x.narrow or written, group), x.times, x.times * flops)
         if not any(x.narrow for x in matmuls):
             self._add(eqn, [], choice, [], at, module, less=sum(x.times * jaxprs.flops_of(x.eqn) for x in matmuls))
@@ -389,12 +392,14 @@ class _Matmul(NamedTuple):
       eqn: the equation.
       times: how often it runs.
       narrow: the dtype below 16 bits in which it multiplies, or None.
+      product: the equation whose operands it multiplies: itself, or that of the fp8 product that it is in.
     """
 
     module: str
     eqn: Any
     times: int
     narrow: str | None
+    product: Any
 
 
 def _matmuls_inside(eqn: Any, module: str, times: int) -> list[_Matmul]:
@@ -410,9 +415,9 @@ def _matmuls_inside(eqn: Any, module: str, times: int) -> list[_Matmul]:
         for inner in function.jaxpr.eqns:
             here = "/".join(part for part in (module, regions.scope_of(str(inner.source_info.name_stack))) if part)
             if inner.primitive.name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
-                found.append(_Matmul(here, inner, repeats, None))
+                found.append(_Matmul(here, inner, repeats, None, inner))
             found += _matmuls_inside(inner, here, repeats)
-    return [x._replace(narrow=narrow) for x in found] if narrow else found
+    return [x._replace(narrow=narrow, product=eqn) for x in found] if narrow else found
 
 
 def _narrow_dtype(functions: Any) -> str | None:
