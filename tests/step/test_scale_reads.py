@@ -331,7 +331,6 @@ LINEAR = {
     "cast": lambda g: jax.tree.map(lambda x: x.astype(jnp.float32) * 0.5, g),
     "added up": lambda g: jax.tree.map(lambda x: sum([jnp.zeros_like(x), x, x]) / 2, g),
     "in a jitted function": jax.jit(lambda g: jax.tree.map(lambda x: -x.reshape(-1)[::-1].reshape(x.shape), g)),
-    "finite ones": lambda g: jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), g),
     "in a loop, which is not known": lambda g: jax.lax.fori_loop(0, 2, lambda _, g: jax.tree.map(jnp.tanh, g), g),
     "masked": lambda g: jax.tree.map(lambda x: x * jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), g),
 }
@@ -417,6 +416,23 @@ BEFORE_THE_UPDATE = {  # gradients, state and params -> what the update gets: wh
         None,
     ),
     "where params are": (lambda g, s, p: jax.tree.map(lambda g, p: jnp.where(p > 0, g, 0), g, p), None),
+    "with noise": (
+        lambda g, s, p: jax.tree.map(lambda g: g + 0.1 * jax.random.normal(jax.random.key(0), g.shape, g.dtype), g),
+        "added to what is not scaled",
+    ),
+    "with a pull to other params": (
+        lambda g, s, p: jax.tree.map(lambda g, p, q: g + 0.1 * (p - q), g, p, PARAMS),
+        "added to what is not scaled",
+    ),
+    "with another loss": (
+        lambda g, s, p: jax.tree.map(jnp.add, g, jax.grad(loss_fn)(p, X)),
+        "added to what is not scaled",
+    ),
+    "with another loss, scaled": (
+        lambda g, s, p: jax.tree.map(jnp.add, g, jax.grad(lambda p: loss_fn(p, X) * scale_of(s))(p)),
+        None,
+    ),
+    "with zeros": (lambda g, s, p: jax.tree.map(lambda g: g + np.zeros(g.shape, g.dtype), g), None),
 }
 
 
@@ -435,6 +451,74 @@ def test_gradients_that_were_changed_before_the_update(name, loss_scale):
         trace(step, PARAMS, tx.init(PARAMS))
 
 
+def noisy(grads, key, step):
+    return jax.tree.map(lambda g: g + jnp.cos(step) * jax.random.normal(key, g.shape, g.dtype), grads)
+
+
+def damped(grads, key, step):
+    return jax.tree.map(lambda g: g * jnp.exp(-0.1 * step) * jax.random.bernoulli(key, 0.5, g.shape), grads)
+
+
+@pytest.mark.parametrize(("change", "is_told"), [(noisy, True), (damped, False)])
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "raw"])
+def test_a_key_and_a_step_hold_no_scale(change, is_told, key):
+    tx = mixed()
+
+    def step(params, state, x, key, step):
+        _, grads = jaxmp.value_and_grad(loss_fn, policy=POLICY)(params, x, opt_state=state)
+        return jaxmp.apply_gradients(tx, change(grads, key, step), state, params)
+
+    told = pytest.warns(jaxmp.UnreadLossScale, match="added to what") if is_told else contextlib.nullcontext()
+    with fresh_process(), told:
+        trace(step, PARAMS, tx.init(PARAMS), X, key, jnp.int32(3))
+
+
+def test_gradients_of_a_former_step_may_be_added():
+    tx = mixed()
+
+    def step(params, state, x, total):
+        _, grads = jaxmp.value_and_grad(loss_fn, policy=POLICY)(params, x, opt_state=state)
+        return jaxmp.apply_gradients(tx, jax.tree.map(jnp.add, grads, total), state, params)
+
+    with fresh_process():
+        trace(step, PARAMS, tx.init(PARAMS), X, PARAMS)
+
+
+FINITE = {
+    "chosen by element": lambda g: jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), g),
+    "chosen as a whole": lambda g: jax.tree.map(lambda x: jnp.where(jaxmp.all_finite(g), x, 0), g),
+    "in a jitted function": jax.jit(lambda g: jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), g)),
+    "in a branch": lambda g: jax.lax.cond(jaxmp.all_finite(g), lambda g: g, lambda g: optax.tree.zeros_like(g), g),
+}
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_overflows_that_are_taken_out_are_told(name):
+    """A static scale does not follow them, and arguments of another kind may be asked."""
+    with fresh_process(), pytest.warns(jaxmp.UnreadLossScale, match="whose overflows isfinite took out"):
+        changed_by(FINITE[name])
+    with fresh_process():
+        changed_by(FINITE[name], "bf16")
+        changed_by(lambda g: jax.tree.map(lambda x: jnp.where(jnp.isfinite(X).all(), x, 0), g))
+
+
+@pytest.mark.parametrize("is_clipped", [True, False])
+def test_gradients_of_single_rows_are_clipped_after_the_update_unscales(is_clipped):
+    tx = mixed()
+
+    def step(params, state, xs):
+        def of_row(x):
+            _, grads = jaxmp.value_and_grad(loss_fn, policy=POLICY)(params, x, opt_state=state)
+            return clipped(grads) if is_clipped else grads
+
+        grads = jax.tree.map(lambda g: jnp.mean(g, 0), jax.vmap(of_row)(xs))
+        return jaxmp.apply_gradients(tx, grads, state, params)
+
+    told = pytest.warns(jaxmp.UnreadLossScale, match="must not be clipped") if is_clipped else contextlib.nullcontext()
+    with fresh_process(), told:
+        trace(step, PARAMS, tx.init(PARAMS), jnp.stack([X, 2 * X]))
+
+
 LOSSES = {  # a loss and its scale -> what value_and_grad gets: whether it is warned of
     "times the scale": (lambda loss, scale: loss * scale, True),
     "in half, the scale first": (lambda loss, scale: -(scale * (0.5 * loss)), True),
@@ -444,16 +528,16 @@ LOSSES = {  # a loss and its scale -> what value_and_grad gets: whether it is wa
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("policy", ["fp16", "fp16-mixed", None])
-def test_a_loss_that_was_scaled_by_hand(name, policy):
+@pytest.mark.parametrize(("policy", "accumulate"), [("fp16", 1), ("fp16-mixed", 1), (None, 1), ("fp16", 2)])
+def test_a_loss_that_was_scaled_by_hand(name, policy, accumulate):
     change, is_told = LOSSES[name]
     tx = mixed()
 
     def step(params, state):
-        def scaled(params):
-            return change(loss_fn(params, X), scale_of(state))
+        def scaled(params, x):
+            return change(loss_fn(params, x), scale_of(state))
 
-        _, grads = jaxmp.value_and_grad(scaled, policy=policy)(params, opt_state=state)
+        _, grads = jaxmp.value_and_grad(scaled, policy=policy, accumulate=accumulate)(params, X, opt_state=state)
         return jaxmp.apply_gradients(tx, grads, state, params)
 
     told = pytest.warns(jaxmp.UnreadLossScale, match="a loss is scaled once") if is_told else contextlib.nullcontext()

@@ -61,6 +61,13 @@ def is_input(tracer: Any) -> bool:
     return getattr(tracer, "parent", tracer) is None
 
 
+def of_all_rows(x: Any) -> Any:
+    """The array of all rows of which `jax.vmap` shows one; another value as it is."""
+    while hasattr(x, "batch_dim"):
+        x = x.val
+    return x
+
+
 def equation_of(tracer: Any) -> tuple[Any, int] | None:
     """The equation that made a tracer in the function that is traced, with the place of the result; None: not known.
 
@@ -74,9 +81,16 @@ def equation_of(tracer: Any) -> tuple[Any, int] | None:
 
 
 def literal_of(tracer: Any) -> Any:
-    """The constant that a tracer stands for, or None."""
+    """The number that a tracer stands for, or None."""
     value = getattr(tracer, "val", None)
     return value.val if isinstance(value, jax.extend.core.Literal) else None
+
+
+def closed_over(x: Any) -> Any:
+    """The array or tracer of outside that a tracer stands for in the function that is traced; else the value itself."""
+    while (outside := getattr(x, "get_const", lambda: None)()) is not None:
+        x = outside
+    return x
 
 
 def transposed(primitive: Any, g: Array, others: Any, i: int, aval: Any, params: Any) -> Array:

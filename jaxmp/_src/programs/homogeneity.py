@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxmp._src.base import compat
 from jaxmp._src.base.by_identity import ByIdentity
@@ -43,8 +44,11 @@ _KNOWS_SIZE = frozenset(
 )
 
 
+_LARGE = 2**22  # elements of an array that is looked at
+
+
 def degrees_while_traced(
-    tracers: Sequence[Any], known: Callable[[Any], Degree | None], *, without: Sequence[Any] = (), most: int
+    tracers: Sequence[Any], known: Callable[[Any], Degree | None], *, without: Callable[[Any], bool], most: int
 ) -> tuple[list[Degree], Any]:
     """The degrees of values of the function that is traced, and the equation that left the first one without a degree.
 
@@ -52,13 +56,11 @@ def degrees_while_traced(
       tracers: the values.
       known: the degrees of those from which they may be computed; None for others. Inputs have an unknown degree, and
         so has a value that no known one is in.
-      without: values of degree 0, such as params: they do not depend on the factor.
+      without: whether a value has the degree 0, as params: it does not depend on the factor.
       most: this many equations are looked at; then all that is left is unknown.
     """
     # By tracer: (degree, whether a known value is in it).
     found, cause = ByIdentity(), None
-    for tracer in without:
-        found.set(tracer, (0.0, False))
     open_ = list(tracers)
     while open_:
         tracer = open_[-1]
@@ -70,6 +72,10 @@ def degrees_while_traced(
         made = compat.equation_of(tracer)
         if degree is None and (literal := compat.literal_of(tracer)) is not None:
             degree = _of_constant(literal)
+        elif degree is None and without(tracer):
+            degree = 0.0
+        elif degree is None and not isinstance(array := compat.closed_over(tracer), Tracer):
+            degree = _of_constant(array) if array.size <= _LARGE else UNKNOWN
         elif degree is None and (made is None or most <= 0):
             degree = UNKNOWN
         elif degree is None and made is not None:
@@ -101,7 +107,7 @@ def _of_constant(x: Any, aval: Any = None) -> Degree:
     del aval
     try:
         value = np.asarray(x)
-        return EVERY if value.size <= 1 and (not value.any() or not np.isfinite(value).all()) else 0.0
+        return EVERY if not value.any() or (value.size == 1 and not np.isfinite(value).all()) else 0.0
     except Exception:  # a tracer, a key
         return 0.0
 
@@ -139,6 +145,8 @@ def _result(eqn: Any, name: str, operands: list[Degree]) -> Degree:
         return 0.0 if isinstance(joined, float) or joined == EVERY else joined
     if name in ("sign", "is_finite"):
         return 0.0 if isinstance(operands[0], float) else operands[0]
+    if name.startswith("random_") or name == "threefry2x32":  # a seed of 0 is no zero
+        return 0.0
     numbers = [d for d in operands if isinstance(d, float)]
     if UNKNOWN in operands:
         return UNKNOWN

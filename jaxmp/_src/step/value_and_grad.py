@@ -139,6 +139,7 @@ def value_and_grad(
         check_call("value_and_grad(loss_fn)(params, *batch, opt_state=...)", args, diff_argnums, opt_state)
         check_params({i: args[i] for i in diff_argnums}, k)
         diff = tuple(args[i] for i in diff_argnums)
+        scale_reads.note_arguments([x for i, x in enumerate(args) if i not in diff_argnums], kwargs)
         carried = carried_arguments.chosen(carry_argnum, len(args), has_aux)
         batches, whole = split_arguments(args, (*diff_argnums, *carried), accumulate_argnums, k)
 
@@ -244,7 +245,7 @@ def scaled_value_and_grad(
     grads = _summed(grads, params, [axis for axis in axes if axis in joint], notes)
     grads = fp8.over_devices(grads, params)
     if not calibrates:
-        scale_reads.note_scaled(grads, loss_scale)
+        scale_reads.note_scaled(grads, loss_scale, None if policy is None else policy.compute_dtype)
     return loss, aux, carry, grads
 
 
