@@ -77,10 +77,16 @@ def by_platform(
         return run
 
     flat_ways = _Ways({name: on_leaves(way) for name, way in sorted(ways.items())}, derivative, alone, maps)
-    n, consts = len(traced.consts), traced.consts
-    hint = _partitioned() if partitions else None
-    found = _p.bind(*consts, *leaves, jaxpr=traced.jaxpr, n=n, ways=flat_ways, hint=hint)
-    return out_tree.unflatten(found)
+    jaxpr, n, hint = with_operands(traced.jaxpr), len(traced.consts), _partitioned() if partitions else None
+    return out_tree.unflatten(_p.bind(*traced.consts, *leaves, jaxpr=jaxpr, n=n, ways=flat_ways, hint=hint))
+
+
+def with_operands(jaxpr: Any) -> Any:
+    """A jaxpr without constants, which takes them as its first operands: it keeps no array and no tracer."""
+    operands = [*jaxpr.constvars, *jaxpr.invars]
+    about = jaxpr.debug_info
+    about = core.DebugInfo(about.traced_for, about.func_src_info, ("",) * len(operands), ("",) * len(jaxpr.outvars))
+    return core.Jaxpr((), operands, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, about, jaxpr.is_high)
 
 
 @functools.cache
@@ -156,7 +162,7 @@ def _run(name: str, *operands: Any, jaxpr: Any, n: int, ways: _Ways, hint: Any =
     consts, leaves = operands[:n], operands[n:]
 
     def f(*leaves: Any) -> list[Any]:
-        return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, list(consts)))(*leaves)  # pyright: ignore
+        return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, []))(*consts, *leaves)  # pyright: ignore
 
     return list((_plainly if name == _ITSELF else _way(ways.by_name, name))(f, *leaves))
 

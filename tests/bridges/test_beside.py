@@ -1,8 +1,10 @@
 """What a loop keeps beside the optimizer: averages, targets, second states; and what is said where it reads 16 bits."""
 
 from typing import Any
+from unittest import mock
 
 import equinox as eqx
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from flax.training.dynamic_scale import DynamicScale
 
 import jaxmp
 from helpers import assert_close, assert_exact, said
+from jaxmp._src.step import scale_reads
 
 F32 = jnp.float32
 PARAMS32 = {
@@ -236,6 +239,44 @@ def test_updates_that_make_params_float32_are_told_at_the_next_step(add):
         ValueError, match=r"got float32 at kernel, not bfloat16.*optax.apply_updates: eqx.apply_updates"
     ):
         by_hand(*after)
+
+
+def test_a_state_of_another_policy_is_told():
+    """Restored by flax, which takes any tree; put into `replace`; or cast by an autocast around the whole step."""
+    state, other = state_of("bf16"), state_of("bf16-mixed")
+    restored = flax.serialization.from_bytes(state, flax.serialization.to_bytes(other))
+    with pytest.raises(ValueError, match="a param and its master must come from one opt_state; got dict as the master"):
+        step(restored)
+    with pytest.raises(TypeError, match="a TrainState keeps the policy that create gave it; got 'fp16'"):
+        state.replace(policy="fp16")
+    with pytest.raises(ValueError, match="jaxmp.autocast is around the whole step.*around the loss alone"):
+        jax.jit(jaxmp.autocast(step, "bf16"))(state)
+
+
+def test_a_number_of_python_is_no_param():
+    with pytest.raises(TypeError, match=r"float arrays; got float at log_alpha. Write jnp.float32\(...\)."):
+        jaxmp.mixed_precision(optax.adam(1e-2), "bf16").init({"log_alpha": 0.5})
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16-mixed"])
+def test_one_loss_for_two_states_is_no_mistake(policy):
+    """Its policy is that of the state it got; the other state has the same one, and no loss scale."""
+    halves = [{"first": PARAMS32}, {"second": PARAMS32}]
+    a, b = (state_of(policy, params=p) for p in halves)
+
+    def loss(p, q):
+        return loss_fn(p["first"], X) + loss_fn(q["second"], X)
+
+    def joint(a, b):
+        _, (ga, gb) = jaxmp.value_and_grad(loss, argnums=(0, 1))(a.params, b.params, opt_state=a)
+        gb = jax.tree.map(lambda g: 0.5 * g, gb)
+        return a.apply_gradients(grads=ga), b.apply_gradients(grads=gb)
+
+    with mock.patch.object(scale_reads, "MEMORY", scale_reads.Reads()):
+        assert said(jax.jit(joint), a, b) == []
+    with mock.patch.object(scale_reads, "MEMORY", scale_reads.Reads()):
+        plain = lambda b: b.apply_gradients(grads=jax.grad(lambda q: loss_fn(q["second"], X))(b.params))  # noqa: E731
+        assert "no loss took it from there" in "".join(said(jax.jit(plain), b))
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,9 @@ def widest(eqn: Any, operands: list[Value]) -> Any:
 def join(dtypes: Any) -> Any:
     """The dtype that holds all of these; the first of others than autocast's."""
     found = set(dtypes)
-    return np.dtype(jnp.result_type(*found)) if len(found) > 1 else found.pop()
+    if len(found) == 1:
+        return found.pop()
+    return FLOAT32 if found.issubset(FLOATS) else np.dtype(jnp.result_type(*found))
 
 
 def _may_be_picked(eqn: Any, k: int, const: float | None, dtype: Any) -> bool:

@@ -111,6 +111,11 @@ class TrainState(_Replaced, train_state.TrainState):
 
     def __post_init__(self) -> None:
         if self.policy is not None:
+            if not isinstance(self.policy, policy_lib.Policy):
+                raise TypeError(
+                    f"a TrainState keeps the policy that create gave it; got {self.policy!r}. Create another one from "
+                    f"params=state.master_params."
+                )
             object.__setattr__(self, "opt_state", states.with_policy(self.opt_state, self.policy))
 
     @classmethod

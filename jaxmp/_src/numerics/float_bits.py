@@ -165,7 +165,7 @@ def reciprocal(scale: Float[Array, ""]) -> Float[Array, ""]:
 def ceil_log2(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """log2 of positive normal `x`, rounded up, as a whole number in float32."""
     bits = to_bits(jnp.asarray(x, jnp.float32))
-    exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0)
+    exponent = (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).astype(jnp.int32)
     return exponent.astype(jnp.float32)
 
 

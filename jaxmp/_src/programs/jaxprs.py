@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from pallas_kernels.by_platform import with_operands
+
 # A call of a function with the equation's own operands: what is true of a call is true inside.
 JITS = frozenset({"jit", "pjit"})  # can be written out in place: nothing but the name is lost
 REMATS = frozenset({"remat2", "checkpoint"})  # have a policy for the backward pass
@@ -130,7 +132,7 @@ def functions_of(eqn: Any) -> tuple[Inner, ...]:
     if name in CALLS or name == "shard_map":
         return (_inner(params[body_name(eqn)], n_consts=len(eqn.invars)),)
     if name == BY_PLATFORM:
-        return (_inner(with_operands(params["jaxpr"]), n_consts=len(eqn.invars)),)
+        return (_inner(params["jaxpr"], n_consts=len(eqn.invars)),)
     return ()
 
 
@@ -176,14 +178,6 @@ def evaluate(
             if last[v] == i:
                 known.pop(v, None)
     return [value_of(v) for v in jaxpr.outvars]
-
-
-def with_operands(jaxpr: Any) -> Any:
-    """An open jaxpr that takes its constants as its first operands."""
-    operands = [*jaxpr.constvars, *jaxpr.invars]
-    about = jaxpr.debug_info
-    about = core.DebugInfo(about.traced_for, about.func_src_info, ("",) * len(operands), ("",) * len(jaxpr.outvars))
-    return core.Jaxpr((), operands, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, about, jaxpr.is_high)
 
 
 def equations(jaxpr: Any, seen: set[core.Jaxpr] | None = None) -> Iterator[Any]:

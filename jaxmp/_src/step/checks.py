@@ -182,6 +182,12 @@ def _check_masters(rule: Rule, state: StepState, params: PyTree, *, adds: bool) 
     for i, ((path, unit), master) in enumerate(zip(units, held, strict=True)):
         expected, has_master = policy.param_dtype_of(path), bool(jax.tree.leaves(master))
         leaves = jax.tree.leaves(unit)
+        if leaves and not has_master and not _is_masked(master):
+            raise ValueError(
+                f"a param and its master must come from one opt_state; got {type(master).__name__} as the master of "
+                f"{path}, as of a state of another policy. Restore into a state of that policy, then call "
+                f"jaxmp.checkpoint.convert(opt_state, params, to=tx, policy=...)."
+            )
         for x in leaves:
             is_trained = False
             if not has_master and x.size and casting.is_low_precision(x.dtype):
@@ -194,11 +200,13 @@ def _check_masters(rule: Rule, state: StepState, params: PyTree, *, adds: bool) 
                     f"jaxmp.checkpoint.convert(opt_state, params, to=tx, policy=...), with the params of that state."
                 )
             if is_trained or (has_master and x.dtype != expected):
-                how = ", or add updates by optax.apply_updates: eqx.apply_updates and p + u make float32 params"
+                how = "Call policy.cast_to_param(params32), or pass policy= to TrainState or nnx.Optimizer"
+                if adds and x.dtype == jnp.float32:
+                    how += ", or add updates by optax.apply_updates: eqx.apply_updates and p + u make float32 params"
+                if ambient.AUTOCAST.value[1]:
+                    how = "jaxmp.autocast is around the whole step, and casts params: put it around the loss alone"
                 raise ValueError(
-                    f"params must have the dtypes of the policy; got {x.dtype} at {path}, not {expected}. Call "
-                    f"policy.cast_to_param(params32), or pass policy= to TrainState or nnx.Optimizer"
-                    f"{how if adds and x.dtype == jnp.float32 else ''}."
+                    f"params must have the dtypes of the policy; got {x.dtype} at {path}, not {expected}. {how}."
                 )
         for x, m in zip(leaves, () if _is_masked(master) else jax.tree.leaves(master), strict=False):
             if jnp.shape(x) != m.shape:

@@ -235,9 +235,10 @@ def _make_masters(inner: Any, policy: Policy, params: PyTree, full: PyTree) -> P
     for (path, unit), full_unit, is_frozen in zip(units, full_units, frozen, strict=True):
         for x in jax.tree.leaves(unit):
             if not is_frozen and not casting.is_float(x):
+                how = "Keep it out of params (in nnx by wrt=nnx.LoRAParam)"
+                how = "Write jnp.float32(...)" if isinstance(x, float) else how
                 raise TypeError(
-                    f"params must be float; got {getattr(x, 'dtype', type(x).__name__)} at {path}. Keep it out of "
-                    f"params (in nnx by wrt=nnx.LoRAParam)."
+                    f"params must be float arrays; got {getattr(x, 'dtype', type(x).__name__)} at {path}. {how}."
                 )
         # jax leaves out selections between arrays without elements, so the program does not show which are frozen.
         is_empty = all(casting.is_float(x) and x.size == 0 for x in jax.tree.leaves(unit))

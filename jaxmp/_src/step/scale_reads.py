@@ -315,8 +315,8 @@ _SCALED_TWICE = (
     "is thousands of times too large. Pass the gradients of value_and_grad."
 )
 _NO_OVERFLOWS = (
-    "an update skips a step that overflows, and lowers the scale; got gradients whose overflows isfinite took out between "
-    "value_and_grad and the update. The scale stays too large. Pass the gradients of value_and_grad."
+    "an update skips a step that overflows, and lowers the scale; got gradients whose overflows isfinite took out "
+    "between value_and_grad and the update. The scale stays too large. Pass the gradients of value_and_grad."
 )
 _LOSS_SCALED_TWICE = (
     "a loss is scaled once, by value_and_grad; got a loss that its loss scale multiplied before. The loss that it "
