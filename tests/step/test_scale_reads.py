@@ -331,6 +331,7 @@ LINEAR = {
     "cast": lambda g: jax.tree.map(lambda x: x.astype(jnp.float32) * 0.5, g),
     "added up": lambda g: jax.tree.map(lambda x: sum([jnp.zeros_like(x), x, x]) / 2, g),
     "in a jitted function": jax.jit(lambda g: jax.tree.map(lambda x: -x.reshape(-1)[::-1].reshape(x.shape), g)),
+    "finite ones": lambda g: jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), g),
     "in a loop, which is not known": lambda g: jax.lax.fori_loop(0, 2, lambda _, g: jax.tree.map(jnp.tanh, g), g),
     "masked": lambda g: jax.tree.map(lambda x: x * jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), g),
 }
@@ -482,24 +483,6 @@ def test_gradients_of_a_former_step_may_be_added():
 
     with fresh_process():
         trace(step, PARAMS, tx.init(PARAMS), X, PARAMS)
-
-
-FINITE = {
-    "chosen by element": lambda g: jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), g),
-    "chosen as a whole": lambda g: jax.tree.map(lambda x: jnp.where(jaxmp.all_finite(g), x, 0), g),
-    "in a jitted function": jax.jit(lambda g: jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), g)),
-    "in a branch": lambda g: jax.lax.cond(jaxmp.all_finite(g), lambda g: g, lambda g: optax.tree.zeros_like(g), g),
-}
-
-
-@pytest.mark.parametrize("name", FINITE)
-def test_overflows_that_are_taken_out_are_told(name):
-    """A static scale does not follow them, and arguments of another kind may be asked."""
-    with fresh_process(), pytest.warns(jaxmp.UnreadLossScale, match="whose overflows isfinite took out"):
-        changed_by(FINITE[name])
-    with fresh_process():
-        changed_by(FINITE[name], "bf16")
-        changed_by(lambda g: jax.tree.map(lambda x: jnp.where(jnp.isfinite(X).all(), x, 0), g))
 
 
 @pytest.mark.parametrize("is_clipped", [True, False])

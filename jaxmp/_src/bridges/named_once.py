@@ -56,9 +56,9 @@ def check_taken(policy: policy_lib.Policy, opt_state: Any, grads: PyTree, params
     scale = found[0].scaling.loss_scale if found and found[0].scaling is not None else None
     is_told = policy.uses_float16 and isinstance(scale, Tracer)
     computes_wide = not policy.computes_in_16_bits and policy.recipe is None
-    if scale is None or is_told or computes_wide or scale_reads.ran_in(policy.compute_dtype, grads):
+    if scale is None or is_told or computes_wide or scale_reads.may_be_of(grads, scale, params):
         return
-    if not scale_reads.may_be_of(grads, scale, params):
+    if not scale_reads.ran_in(policy.compute_dtype, grads):
         scale_reads.warn_of_unread(
             f"this state carries the policy {policy}, and no loss took it from there. Call value_and_grad of jaxmp or "
             f"jaxmp.nnx with opt_state=state. If the model computes in 16 bits by itself, leave out policy=."

@@ -28,7 +28,6 @@ from jaxmp._src.step import (
     microbatches,
     policy as policy_lib,
     reload_masters,
-    scale_reads,
     scales,
     state as states,
     transform,
@@ -91,7 +90,6 @@ def value_and_grad(
     @functools.wraps(fun)
     def wrapped(model: nnx.Module, *args: Any, opt_state: Any = None, **kwargs: Any) -> Any:
         gradients.check_call("value_and_grad(loss_fn)(model, *batch, opt_state=...)", (model, *args), (), opt_state)
-        scale_reads.note_arguments(args, kwargs)
         wrt = _with_scales(model, chosen)
         passed = {i: x for i, x in enumerate(args, 1) if nnx.graph.is_graph_node(x)}  # nnx.Rngs, another module
         graphdef, params, rest = _split((model, *passed.values()), wrt)

@@ -96,7 +96,7 @@ def check_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: dic
         weights, changed = params, grads
         if rule.moves_scales is not None:
             weights, changed = (scale_leaves.partition(tree)[1] for tree in (params, grads))
-        scale_reads.check_not_changed(changed, weights, used_scale, is_dynamic=own_scale is not None)
+        scale_reads.check_not_changed(changed, weights, used_scale)
         if rule.before is not None:
             _check_before(rule.before, grads, state.before_state, params)
     if ambient.now().notes.gathered_params:

@@ -12,7 +12,6 @@ An update divides by the scale in its state. Code that scales a loss reads this 
 - an optimizer without a loss scale gets gradients that were scaled;
 - in one trace, gradients are clipped or normalized between `value_and_grad` and the update, where they are multiplied
   by the scale, or added to what is not; or they are divided or multiplied by the scale itself (`programs.homogeneity`);
-- in one trace, `isfinite` takes overflows out of the gradients, so that the update skips none, and lowers no scale;
 - in one trace, the loss that `value_and_grad` gets was multiplied by the scale.
 
 The second and the fourth are found only where the update gets the very arrays that were returned: gradients that were
@@ -25,7 +24,7 @@ import collections
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -62,7 +61,6 @@ class Reads:
       made: the scales that an update made, in a trace.
       traces: the last traces in which a scale was read.
       scaled: by each gradient that `value_and_grad` returned, (reference to the scale, trace, dtype it computed in).
-      arguments: the other arguments of the losses.
       unscaled: by each gradient that `unscale` or a `GradScaler` returned, a reference to the scale.
     """
 
@@ -72,7 +70,6 @@ class Reads:
     made: ByIdentity = dataclasses.field(default_factory=ByIdentity)
     traces: collections.deque = dataclasses.field(default_factory=lambda: collections.deque(maxlen=16))
     scaled: ByIdentity = dataclasses.field(default_factory=ByIdentity)
-    arguments: ByIdentity = dataclasses.field(default_factory=ByIdentity)
     unscaled: ByIdentity = dataclasses.field(default_factory=ByIdentity)
 
 
@@ -137,13 +134,6 @@ def note_scaled(grads: PyTree, scale: Array, compute_dtype: Any) -> None:
             if isinstance(g, jax.Array):
                 MEMORY.scaled.set(g, noted)
                 MEMORY.scaled.set(compat.of_all_rows(g), noted)
-
-
-def note_arguments(*trees: PyTree) -> None:
-    """Notes that a loss reads these beside its params: no scale is in them."""
-    for x in jax.tree.leaves(trees):
-        if isinstance(x, Tracer):
-            MEMORY.arguments.set(x, True)
 
 
 def note_made(scale: Array, *, before: Array) -> None:
@@ -255,12 +245,11 @@ def check_loss(loss: Any, scale: Array) -> None:
             open_ += made[0].invars
 
 
-def check_not_changed(grads: PyTree, params: PyTree, scale: Array, *, is_dynamic: bool) -> None:
+def check_not_changed(grads: PyTree, params: PyTree, scale: Array) -> None:
     """Warns of gradients that were changed, in this trace, by what depends on the scale that they are multiplied by.
 
-    And of sums of them with what is not scaled, such as a multiple of `params`, noise, or gradients of the arguments of
-    a loss; of those that `unscale` divided by `scale`, by which the update divides them again; and of those without
-    their overflows, for a dynamic scale.
+    And of sums of them with what is not scaled, such as a multiple of `params`, noise, and constants; and of those that
+    `unscale` divided by `scale`, by which the update divides them again.
     """
     leaves = [g for g in jax.tree.leaves(grads) if isinstance(g, Tracer)]
     changed = [g for g in leaves if MEMORY.scaled.get(g) is None and not compat.is_input(g)]
@@ -273,12 +262,9 @@ def check_not_changed(grads: PyTree, params: PyTree, scale: Array, *, is_dynamic
 
     def without(x: Any) -> bool:
         is_number = compat.is_input(x) and not jnp.issubdtype(x.dtype, jnp.floating)  # a key, a step
-        return bool(is_number or own.get(x) or MEMORY.arguments.get(x))
+        return bool(is_number or own.get(x))
 
     look = functools.partial(homogeneity.degrees_while_traced, changed, without=without, most=most)
-    if is_dynamic and any(_looks_for_overflows(equation, most) for _, equation in _ancestors(changed, most)):
-        warn_of_unread(_NO_OVERFLOWS)
-        return
 
     def unscaled(g: Any) -> float | None:
         return 0.0 if _is_unscaled_by(scale, g) else None
@@ -314,10 +300,6 @@ _SCALED_TWICE = (
     "gradients are scaled once, by value_and_grad; got gradients that the loss scale multiplied again. The step "
     "is thousands of times too large. Pass the gradients of value_and_grad."
 )
-_NO_OVERFLOWS = (
-    "an update skips a step that overflows, and lowers the scale; got gradients whose overflows isfinite took out "
-    "between value_and_grad and the update. The scale stays too large. Pass the gradients of value_and_grad."
-)
 _LOSS_SCALED_TWICE = (
     "a loss is scaled once, by value_and_grad; got a loss that its loss scale multiplied before. The loss that it "
     "returns and the step are thousands of times too large. Return the loss itself."
@@ -344,20 +326,9 @@ def _is_read_by_hand(scale: Array) -> bool:
     return read_for is not None and not any(read_for)
 
 
-def _looks_for_overflows(equation: Any, most: int) -> bool:
-    """Whether an equation, or one in its functions, asks of scaled gradients which are finite."""
-    if equation is None:
-        return False
-    inner = (eqn for f in jaxprs.functions_of(equation) for eqn in jaxprs.equations(f.jaxpr))
-    if not any(eqn.primitive.name == "is_finite" for eqn in (equation, *inner)):
-        return False
-    return any(MEMORY.scaled.get(x) is not None for x, _ in _ancestors(equation.invars, most))
-
-
 def ran_in(compute_dtype: Any, grads: PyTree) -> bool:
     """Whether `grads` are, or were made in this trace of, gradients of `value_and_grad` with a policy of this dtype."""
-    made_of = (tracer for tracer, _ in _ancestors([_first_of(grads)], _MOST, through_scaled=True))
-    return any((MEMORY.scaled.get(x) or (None,))[-1] == compute_dtype for x in made_of)
+    return any((MEMORY.scaled.get(x) or (None,))[-1] == compute_dtype for x in _ancestors(_first_of(grads)))
 
 
 def _sources(gradient: Any, *trees: PyTree) -> list[bool]:
@@ -367,28 +338,26 @@ def _sources(gradient: Any, *trees: PyTree) -> list[bool]:
         for x in jax.tree.leaves(tree):
             if isinstance(x, Tracer):
                 tree_of.set(x, k)
-    for count, (tracer, _) in enumerate(_ancestors([gradient], _MOST, through_scaled=True), 1):  # noqa: B007
-        if (k := tree_of.get(tracer)) is not None:
+    for x in _ancestors(gradient):
+        count += 1
+        if (k := tree_of.get(x)) is not None:
             is_source[k] = True
     return [True] * len(trees) if count == _MOST else is_source
 
 
-def _ancestors(values: Sequence[Any], most: int, *, through_scaled: bool = False) -> Iterator[tuple[Any, Any]]:
-    """(value, the equation that made it, or None) of values and of what they were computed from in this trace.
-
-    At most `most` of them; not what gradients of `value_and_grad` were computed from, unless `through_scaled`.
-    """
-    seen, count, open_ = ByIdentity(), 0, list(values)
-    while open_ and count < most:
-        value = open_.pop()
-        if value is None or seen.get(value) or (count and not isinstance(value, Tracer)):
+def _ancestors(value: Any) -> Iterator[Any]:
+    """A value, and what it was computed from in this trace; `_MOST` of these values at most."""
+    seen, count, open_ = ByIdentity(), 0, [value]
+    while open_ and count < _MOST:
+        x = open_.pop()
+        if seen.get(x):
             continue
-        seen.set(value, True)
+        if isinstance(x, Tracer):
+            seen.set(x, True)
         count += 1
-        ends = not isinstance(value, Tracer) or (not through_scaled and MEMORY.scaled.get(value) is not None)
-        equation = None if ends else compat.equation_of(value)
-        yield value, None if equation is None else equation[0]
-        open_ += () if equation is None else equation[0].invars
+        yield x
+        made = compat.equation_of(x)
+        open_ += () if made is None else (v for v in made[0].invars if isinstance(v, Tracer))
 
 
 def warn_of_unread(message: str) -> None:

@@ -139,7 +139,6 @@ def value_and_grad(
         check_call("value_and_grad(loss_fn)(params, *batch, opt_state=...)", args, diff_argnums, opt_state)
         check_params({i: args[i] for i in diff_argnums}, k)
         diff = tuple(args[i] for i in diff_argnums)
-        scale_reads.note_arguments([x for i, x in enumerate(args) if i not in diff_argnums], kwargs)
         carried = carried_arguments.chosen(carry_argnum, len(args), has_aux)
         batches, whole = split_arguments(args, (*diff_argnums, *carried), accumulate_argnums, k)
 
