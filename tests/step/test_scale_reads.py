@@ -1,6 +1,7 @@
 """A forgotten `jaxmp.value_and_grad` is warned of while the step is traced, and nothing else is."""
 
 import contextlib
+import functools
 import warnings
 from unittest import mock
 
@@ -506,6 +507,7 @@ LOSSES = {  # a loss and its scale -> what value_and_grad gets: whether it is wa
     "times the scale": (lambda loss, scale: loss * scale, True),
     "in half, the scale first": (lambda loss, scale: -(scale * (0.5 * loss)), True),
     "as it is": (lambda loss, scale: loss, False),
+    "squared many times": (lambda loss, scale: functools.reduce(lambda x, _: x * x, range(64), loss), False),
     "beside the logged scale": (lambda loss, scale: loss + 0 * jax.lax.stop_gradient(jnp.log2(scale)), False),
 }
 

@@ -267,7 +267,8 @@ def kernel_of(x: Any) -> FrozenKernel:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.eval_shape(kernel_of, x)
     x = jnp.asarray(x)
-    return FrozenKernel(*_quantized(x), np.dtype(x.dtype))
+    q, log2_scale, guard, lock = _quantized(x)
+    return FrozenKernel(q, log2_scale, guard, lock, np.dtype(x.dtype))
 
 
 # Numbers above these, which e4m3 has at any power of two, would round up to 2^16 and 2^128. (float16 has 65504 for what

@@ -235,14 +235,16 @@ def check_scaled(grads: PyTree, params: PyTree, scale: Array, *, is_dynamic: boo
 
 def check_loss(loss: Any, scale: Array) -> None:
     """Warns of a loss that was multiplied, in this trace, by the scale that multiplies it again."""
-    open_ = [loss]
-    while open_:
-        made = compat.equation_of(open_.pop())
+    factors, seen = [loss], ByIdentity()
+    while factors:
+        x = factors.pop()
+        if compat.closed_over(x) is scale:
+            warn_of_unread(_LOSS_SCALED_TWICE)
+            return
+        made = None if seen.get(x) or not isinstance(x, Tracer) else compat.equation_of(x)
         if made is not None and made[0].primitive.name in ("mul", "convert_element_type", "neg"):
-            if any(compat.closed_over(x) is scale for x in made[0].invars):
-                warn_of_unread(_LOSS_SCALED_TWICE)
-                return
-            open_ += made[0].invars
+            seen.set(x, True)
+            factors += made[0].invars
 
 
 def check_not_changed(grads: PyTree, params: PyTree, scale: Array) -> None:
