@@ -46,6 +46,14 @@ def test_a_step_without_promotion(mode, policy, accumulate):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def test_metrics_are_read_while_nan_is_looked_for():
+    """NaN stands for what was not measured."""
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16")
+    with jax.debug_nans(True):
+        metrics = jaxmp.get_metrics(tx.init({"w": jnp.ones(4)}))
+    assert np.isnan(metrics["grad_norm"]) and float(metrics["loss_scale"]) == 65536.0
+
+
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
 def test_an_update_keeps_no_traced_array(policy):
     tx = jaxmp.mixed_precision(optax.sgd(0.1), policy)

@@ -381,6 +381,40 @@ def test_scaled_gradients_may_be_averaged(name):
         changed_by(LINEAR[name])
 
 
+SAFE_QUOTIENTS = {  # they keep a quotient from 0 / 0, and no more
+    "an addend": lambda g, n: g / (n + 1e-8) * n,
+    "a floor": lambda g, n: g / jnp.maximum(n, 1e-12) * n,
+    "a ratio within bounds": lambda g, n: g * jnp.clip(n / (2 * n + 1e-4), 0, 2),
+    "a projection": lambda g, n: g - jnp.vdot(g, g) / (jnp.vdot(g, g) + 1e-8) * g / 2,
+    "one in place of zero": lambda g, n: g / jnp.where(n == 0, 1.0, n) * n,
+    "one in place of zero, the other way": lambda g, n: g / jnp.where(n > 0, n, 1.0) * n,
+    "one in place of what is small": lambda g, n: g / jnp.where(n < 1e-6, 1.0, n) * n,
+    "zero from the left": lambda g, n: g / jnp.where(0 < n, n, 1.0) * n,
+    "steps of 8 bits": lambda g, n: jnp.round(g / jnp.where(n == 0, 1.0, n / 127)) * (n / 127),
+}
+NOT_SAFE = {
+    "a large addend": lambda g, n: g / (n + 1.0),
+    "an upper bound": lambda g, n: jnp.minimum(g, 1e-5),
+    "a bound": lambda g, n: g / jnp.where(n < 1.0, 1.0, n),
+    "a choice by sign": lambda g, n: jnp.where(g < 0, 0.5, g),
+}
+
+
+@pytest.mark.parametrize("name", [*SAFE_QUOTIENTS, *NOT_SAFE])
+def test_what_keeps_a_quotient_from_zero_is_no_clip(name):
+    def change(grads):
+        n = jnp.sqrt(sum(jnp.sum(g.astype(jnp.float32) ** 2) for g in jax.tree.leaves(grads)))
+        of_leaf = (SAFE_QUOTIENTS | NOT_SAFE)[name]
+        return jax.tree.map(lambda g: of_leaf(g.astype(jnp.float32), n), grads)
+
+    is_told = name in NOT_SAFE
+    told = pytest.warns(jaxmp.UnreadLossScale, match="must not be clipped") if is_told else contextlib.nullcontext()
+    with fresh_process(), told:
+        changed_by(change)
+    with fresh_process(), told if is_told else contextlib.nullcontext():
+        changed_by(jax.jit(change))
+
+
 def clipped_by_optax(grads):
     return optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())[0]
 

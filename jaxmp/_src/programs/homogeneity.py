@@ -7,8 +7,9 @@ halves them, a sum needs equal degrees. A clip compares a value of degree 1 with
     g / n                              degree 0
     where(n < max_norm, g, ...)        no degree: what it does depends on s
 
-Zeros and infinities have every degree. If the rules below do not cover an operation, the degree of its result is
-unknown, and is never reported as wrong.
+Zeros and infinities have every degree. What keeps a quotient from 0 / 0 counts as nothing: a number of at most 1e-4
+that is added or is a lower bound, n + 1e-8, and what is chosen where a value is 0. If the rules below do not cover an
+operation, the degree of its result is unknown, and is never reported as wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +27,19 @@ from jaxmp._src.programs import jaxprs
 # A degree is a number, or one of these.
 EVERY, NONE, UNKNOWN = "every", "none", "unknown"
 Degree = float | str
+
+
+class _Small(float):
+    """The degree 0 of a number of at most 1e-4, which is added to a divisor to keep it from 0."""
+
+
+class _OfZero(float):
+    """The degree 0 of a bool that says where a value is 0."""
+
+
+class _OfOthers(float):
+    """The degree 0 of a bool that says where a value is not 0."""
+
 
 _KEEPS = (
     jaxprs.REARRANGES
@@ -107,12 +121,16 @@ def _of_constant(x: Any, aval: Any = None) -> Degree:
     del aval
     try:
         value = np.asarray(x)
-        return EVERY if not value.any() or (value.size == 1 and not np.isfinite(value).all()) else 0.0
+        if not value.any() or (value.size == 1 and not np.isfinite(value).all()):
+            return EVERY
+        return _Small() if value.size == 1 and abs(value.item()) <= 1e-4 else 0.0
     except Exception:  # a tracer, a key
         return 0.0
 
 
-def _joined(operands: list[Degree]) -> Degree:
+def _joined(operands: list[Degree], *, is_floor: bool = False) -> Degree:
+    if is_floor and not all(isinstance(d, _Small) for d in operands):
+        operands = [d for d in operands if not isinstance(d, _Small)]
     found = [d for d in operands if d != EVERY]
     if UNKNOWN in found:
         return UNKNOWN
@@ -134,15 +152,17 @@ def _results(_: int, eqn: Any, operands: list[Degree]) -> list[Degree]:
 
 def _result(eqn: Any, name: str, operands: list[Degree]) -> Degree:
     if name in _KEEPS or name in _JOINS:
-        return _joined(operands)
+        return _joined(operands, is_floor=name in ("add", "add_any", "sub", "max"))
     if name == "clamp" or name in _INDEXES:
         pairs = zip(operands, eqn.invars, strict=True)
         return _joined([d for d, v in pairs if name == "clamp" or jnp.issubdtype(v.aval.dtype, jnp.floating)])
     if name == "select_n":
         return _chosen(operands[0], operands[1:])
     if name in _COMPARES:
-        joined = _joined(operands)
-        return 0.0 if isinstance(joined, float) or joined == EVERY else joined
+        joined = _joined(operands, is_floor=True)
+        if not (isinstance(joined, float) or joined == EVERY):
+            return joined
+        return _test_of_zero(name, *operands)
     if name in ("sign", "is_finite"):
         return 0.0 if isinstance(operands[0], float) else operands[0]
     if name.startswith("random_") or name == "threefry2x32":  # a seed of 0 is no zero
@@ -167,8 +187,22 @@ def _result(eqn: Any, name: str, operands: list[Degree]) -> Degree:
     return NONE if name in _KNOWS_SIZE else UNKNOWN
 
 
+def _test_of_zero(name: str, left: Degree, right: Degree) -> float:
+    """The degree of a comparison, which may be with 0 or with a small number."""
+    if left == EVERY or isinstance(left, _Small):
+        name, right = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}.get(name, name), left
+    if right == EVERY:
+        return {"eq": _OfZero(), "le": _OfZero(), "ne": _OfOthers(), "gt": _OfOthers()}.get(name, 0.0)
+    if isinstance(right, _Small):
+        return {"lt": _OfZero(), "le": _OfZero(), "gt": _OfOthers(), "ge": _OfOthers()}.get(name, 0.0)
+    return 0.0
+
+
 def _chosen(by: Degree, among: list[Degree]) -> Degree:
     """The degree of a value that is chosen: what chooses must not depend on the factor."""
+    if isinstance(by, _OfZero | _OfOthers) and len(among) == 2:
+        of_zero = among[isinstance(by, _OfZero)]
+        among = among if of_zero != 0.0 else [among[isinstance(by, _OfOthers)]]
     joined = _joined(among)
     if by == NONE and joined != UNKNOWN:
         return EVERY if joined == EVERY else NONE

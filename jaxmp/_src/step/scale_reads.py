@@ -285,7 +285,7 @@ def check_not_changed(grads: PyTree, params: PyTree, scale: Array) -> None:
     if homogeneity.UNKNOWN not in from_unscaled:
         warn_of_unread(_UNSCALED)
     else:
-        by = "" if cause is None else f" by {cause.primitive.name}{jaxprs.place_of(cause)}"
+        by = "" if cause is None else f" by {jaxprs.function_name(cause)}{jaxprs.place_of(cause)}"
         warn_of_unread(
             f"scaled gradients must not be clipped or normalized, nor added to what is not scaled; got gradients that "
             f"were changed{by} between value_and_grad and the update. Put the clip inside: "

@@ -485,6 +485,11 @@ def get_metrics(opt_state: Any) -> dict[str, Array]:
     if hasattr(opt_state, "get_scale"):
         raise TypeError("get_metrics must get the state of an optimizer; got a GradScaler. Call scaler.state_dict().")
     check_is_state(opt_state, "get_metrics")
+    with jax.debug_nans(False):  # NaN stands for what is not known
+        return _metrics(opt_state)
+
+
+def _metrics(opt_state: Any) -> dict[str, Array]:
     nan = jnp.full((), jnp.nan, jnp.float32)
     step = next(iter(find(opt_state, StepState)), None)
     scale = next(iter(_scalings(opt_state)), None)
