@@ -20,11 +20,19 @@ class Model(nn.Module):
         return nn.Dense(4)(x)
 
 
-@pytest.mark.thorough(4)
+MODES = {
+    "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
+    "ranks": lambda: jax.numpy_rank_promotion("raise"),
+    "leaks": jax.checking_leaks,
+    "nans": lambda: jax.debug_nans(True),
+}
+
+
+@pytest.mark.thorough(6)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("mode", ["dtypes", "ranks"])
-def test_a_step_without_promotion(mode, policy, accumulate):
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_passes_the_checks_of_jax(mode, policy, accumulate):
     model, x = Model(), jax.random.normal(jax.random.key(0), (32, 16))
     init = jaxmp.autocast(model.init, "fp8") if policy == "fp8" else model.init
     params = jax.jit(init)(jax.random.key(1), x)["params"]
@@ -37,8 +45,7 @@ def test_a_step_without_promotion(mode, policy, accumulate):
         return state.apply_gradients(grads=grads), loss
 
     expected, loss = jax.jit(step)(state, x)
-    checked = jax.numpy_dtype_promotion("strict") if mode == "dtypes" else jax.numpy_rank_promotion("raise")
-    with checked:
+    with MODES[mode]():
         found, same_loss = jax.jit(lambda state, x: step(state, x))(state, x)
     assert float(loss) == float(same_loss)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

@@ -387,14 +387,15 @@ def _entering(inputs: Sequence[Value], *, whole: bool = False) -> tuple[Any, Cal
     numbers, but it gets the gradient. `whole` does so for all that is made of such inputs.
     """
     wide = {k: v.read(FLOAT32) for k, v in enumerate(inputs) if v.sums_in_float32 and (whole or v.is_held_wide)}
+    known = [(v.holds(None), v.is_held_wide) for v in inputs]  # rules of derivatives close over no array
 
     def inside(given: Any) -> list[Value]:
         arrays, wide = given
         found = []
-        for k, (v, x) in enumerate(zip(inputs, arrays, strict=True)):
+        for k, ((v, is_held_wide), x) in enumerate(zip(known, arrays, strict=True)):
             if k in wide:
                 x = products.with_gradient_to(wide[k], x)
-            elif v.is_held_wide:
+            elif is_held_wide:
                 x = lax.convert_element_type(x, FLOAT32)
             found.append(v.holds(x))
         return found

@@ -68,7 +68,7 @@ def with_float32_gradients(
     """
     dtype, count = operands[0].dtype, len(operands)
     params = params | ({"preferred_element_type": dtype} if "preferred_element_type" in params else {})
-    others = [i for i, x in wide.items() if x is not None]
+    others, in_wide = [i for i, x in wide.items() if x is not None], frozenset(wide)  # rules close over no array
     types = [jax.typeof(x if wide.get(i) is None else wide[i]) for i, x in enumerate(operands)]
 
     def product(*xs: Any) -> Any:
@@ -78,9 +78,9 @@ def with_float32_gradients(
 
     def gradient(i: int, xs: Any, g: Any) -> Any:
         rest = [x for k, x in enumerate(xs) if k != i]
-        named = params | ({"preferred_element_type": FLOAT32} if i in wide else {})
+        named = params | ({"preferred_element_type": FLOAT32} if i in in_wide else {})
         run = lambda g, *rest: compat.transposed(primitive, g, rest, i, types[i], named)  # noqa: E731
-        return _to_float32(run, g, *rest) if i in wide else run(g, *rest)
+        return _to_float32(run, g, *rest) if i in in_wide else run(g, *rest)
 
     run = jax.custom_vjp(lambda *xs: product(*xs[:count]))
 
