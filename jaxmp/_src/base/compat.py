@@ -87,7 +87,7 @@ def literal_of(tracer: Any) -> Any:
 
 
 def closed_over(x: Any) -> Any:
-    """The array or tracer of outside that a tracer stands for in the function that is traced; else the value itself."""
+    """The number, array or tracer of outside that a tracer stands for in the function that is traced; else itself."""
     while (outside := getattr(x, "get_const", lambda: None)()) is not None:
         x = outside
     return x

@@ -91,7 +91,7 @@ class FrozenKernel:
         return jnp.asarray(self).mT
 
     def __jax_array__(self) -> Array:
-        parts = self.q, self.log2_scale, self.guard, self.lock
+        parts = [getattr(self, name) for name in _PARTS]
         dtypes = tuple(np.dtype(x.dtype) for x in parts)
         got = "" if dtypes == _DTYPES else f"parts in {', '.join(map(str, dtypes))}"
         if not got and all(map(_is_readable, parts[1:])):

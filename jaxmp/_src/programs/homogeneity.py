@@ -33,12 +33,15 @@ class _Small(float):
     """The degree 0 of a number of at most 1e-4, which is added to a divisor to keep it from 0."""
 
 
-class _OfZero(float):
-    """The degree 0 of a bool that says where a value is 0."""
+class _TestOfZero(float):
+    """The degree 0 of a bool that says where a value of another degree is 0, or where it is not: `at_zero`."""
 
+    def __new__(cls, at_zero: bool) -> "_TestOfZero":
+        test = super().__new__(cls, 0.0)
+        test.at_zero = at_zero
+        return test
 
-class _OfOthers(float):
-    """The degree 0 of a bool that says where a value is not 0."""
+    at_zero: bool
 
 
 _KEEPS = (
@@ -56,8 +59,6 @@ _INDEXES = frozenset({"gather", "dynamic_slice", "dynamic_update_slice", "scatte
 _KNOWS_SIZE = frozenset(
     "exp exp2 expm1 log log1p logistic tanh tan sin cos sinh cosh erf erf_inv erfc floor ceil round".split()
 )
-
-
 _LARGE = 2**22  # elements of an array that is looked at
 
 
@@ -84,12 +85,10 @@ def degrees_while_traced(
         degree = known(tracer)
         has_known = degree is not None
         made = compat.equation_of(tracer)
-        if degree is None and (literal := compat.literal_of(tracer)) is not None:
-            degree = _of_constant(literal)
+        if degree is None and not isinstance(constant := compat.closed_over(tracer), Tracer):
+            degree = _of_constant(constant) if np.size(constant) <= _LARGE else UNKNOWN
         elif degree is None and without(tracer):
             degree = 0.0
-        elif degree is None and not isinstance(array := compat.closed_over(tracer), Tracer):
-            degree = _of_constant(array) if array.size <= _LARGE else UNKNOWN
         elif degree is None and (made is None or most <= 0):
             degree = UNKNOWN
         elif degree is None and made is not None:
@@ -160,9 +159,9 @@ def _result(eqn: Any, name: str, operands: list[Degree]) -> Degree:
         return _chosen(operands[0], operands[1:])
     if name in _COMPARES:
         joined = _joined(operands, is_floor=True)
-        if not (isinstance(joined, float) or joined == EVERY):
-            return joined
-        return _test_of_zero(name, *operands)
+        if joined in (0.0, EVERY):
+            return 0.0
+        return _test_of_zero(name, *operands) if isinstance(joined, float) else joined
     if name in ("sign", "is_finite"):
         return 0.0 if isinstance(operands[0], float) else operands[0]
     if name.startswith("random_") or name == "threefry2x32":  # a seed of 0 is no zero
@@ -188,21 +187,21 @@ def _result(eqn: Any, name: str, operands: list[Degree]) -> Degree:
 
 
 def _test_of_zero(name: str, left: Degree, right: Degree) -> float:
-    """The degree of a comparison, which may be with 0 or with a small number."""
+    """The degree of a comparison of what has another degree, perhaps with 0 or with a small number."""
     if left == EVERY or isinstance(left, _Small):
         name, right = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}.get(name, name), left
+    at_zero: dict[str, bool] = {}
     if right == EVERY:
-        return {"eq": _OfZero(), "le": _OfZero(), "ne": _OfOthers(), "gt": _OfOthers()}.get(name, 0.0)
-    if isinstance(right, _Small):
-        return {"lt": _OfZero(), "le": _OfZero(), "gt": _OfOthers(), "ge": _OfOthers()}.get(name, 0.0)
-    return 0.0
+        at_zero = {"eq": True, "le": True, "ne": False, "gt": False}
+    elif isinstance(right, _Small):
+        at_zero = {"lt": True, "le": True, "gt": False, "ge": False}
+    return _TestOfZero(at_zero[name]) if name in at_zero else 0.0
 
 
 def _chosen(by: Degree, among: list[Degree]) -> Degree:
     """The degree of a value that is chosen: what chooses must not depend on the factor."""
-    if isinstance(by, _OfZero | _OfOthers) and len(among) == 2:
-        of_zero = among[isinstance(by, _OfZero)]
-        among = among if of_zero != 0.0 else [among[isinstance(by, _OfOthers)]]
+    if isinstance(by, _TestOfZero) and len(among) == 2 and among[by.at_zero] == 0.0:
+        among = [among[not by.at_zero]]
     joined = _joined(among)
     if by == NONE and joined != UNKNOWN:
         return EVERY if joined == EVERY else NONE

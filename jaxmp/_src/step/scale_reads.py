@@ -24,8 +24,8 @@ import collections
 import dataclasses
 import functools
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,14 @@ class UnreadLossScale(UserWarning):
     """
 
 
+class Scaled(NamedTuple):
+    """What is noted of a gradient: a reference to its scale, the trace, the dtype of its loss's policy, if any."""
+
+    scale: weakref.ref
+    trace: Any
+    compute_dtype: Any
+
+
 @dataclasses.dataclass
 class Reads:
     """Which loss scales were read in this process, to scale a loss. It holds no array.
@@ -60,7 +68,7 @@ class Reads:
       alone: by these ranks, how many reads there were of scales that no update divided by.
       made: the scales that an update made, in a trace.
       traces: the last traces in which a scale was read.
-      scaled: by each gradient that `value_and_grad` returned, (reference to the scale, trace, dtype it computed in).
+      scaled: the `Scaled` of each gradient that `value_and_grad` returned.
       unscaled: by each gradient that `unscale` or a `GradScaler` returned, a reference to the scale.
     """
 
@@ -129,7 +137,7 @@ def note_scaled(grads: PyTree, scale: Array, compute_dtype: Any) -> None:
     """Notes that `value_and_grad` read `scale` and multiplied `grads` by it, and the dtype of its policy, if any."""
     note_read(scale, grads)
     if isinstance(scale, jax.Array):
-        noted = weakref.ref(scale), compat.trace_state(), compute_dtype
+        noted = Scaled(weakref.ref(scale), compat.trace_state(), compute_dtype)
         for g in jax.tree.leaves(grads):
             if isinstance(g, jax.Array):
                 MEMORY.scaled.set(g, noted)
@@ -167,8 +175,8 @@ def holds_gradients(tree: PyTree) -> bool:
 
 def _scale_of(gradient: Any) -> Array | None:
     """The scale that multiplied it, if it was made here: in a branch or a loop each array has another name."""
-    scale, trace, _ = MEMORY.scaled.get(gradient) or (None, None, None)
-    return scale() if scale is not None and trace == compat.trace_state() else None
+    noted = MEMORY.scaled.get(gradient)
+    return noted.scale() if noted is not None and noted.trace == compat.trace_state() else None
 
 
 def _is_unscaled_by(scale: Array, gradient: Any) -> bool:
@@ -235,16 +243,9 @@ def check_scaled(grads: PyTree, params: PyTree, scale: Array, *, is_dynamic: boo
 
 def check_loss(loss: Any, scale: Array) -> None:
     """Warns of a loss that was multiplied, in this trace, by the scale that multiplies it again."""
-    factors, seen = [loss], ByIdentity()
-    while factors:
-        x = factors.pop()
-        if compat.closed_over(x) is scale:
-            warn_of_unread(_LOSS_SCALED_TWICE)
-            return
-        made = None if seen.get(x) or not isinstance(x, Tracer) else compat.equation_of(x)
-        if made is not None and made[0].primitive.name in ("mul", "convert_element_type", "neg"):
-            seen.set(x, True)
-            factors += made[0].invars
+    factors = _ancestors(loss, through=("mul", "convert_element_type", "neg"))
+    if any(compat.closed_over(x) is scale for x in factors):
+        warn_of_unread(_LOSS_SCALED_TWICE)
 
 
 def check_not_changed(grads: PyTree, params: PyTree, scale: Array) -> None:
@@ -257,15 +258,13 @@ def check_not_changed(grads: PyTree, params: PyTree, scale: Array) -> None:
     changed = [g for g in leaves if MEMORY.scaled.get(g) is None and not compat.is_input(g)]
     if not changed:
         return
-    own, most = ByIdentity(), 1000 + 20 * len(changed)
-    for p in jax.tree.leaves(params):
-        if isinstance(p, Tracer):
-            own.set(p, True)
+    own = _tree_of_leaves(params)
 
     def without(x: Any) -> bool:
         is_number = compat.is_input(x) and not jnp.issubdtype(x.dtype, jnp.floating)  # a key, a step
-        return bool(is_number or own.get(x))
+        return is_number or own.get(x) is not None
 
+    most = 1000 + 20 * len(changed)
     look = functools.partial(homogeneity.degrees_while_traced, changed, without=without, most=most)
 
     def unscaled(g: Any) -> float | None:
@@ -330,16 +329,13 @@ def _is_read_by_hand(scale: Array) -> bool:
 
 def ran_in(compute_dtype: Any, grads: PyTree) -> bool:
     """Whether `grads` are, or were made in this trace of, gradients of `value_and_grad` with a policy of this dtype."""
-    return any((MEMORY.scaled.get(x) or (None,))[-1] == compute_dtype for x in _ancestors(_first_of(grads)))
+    noted = (MEMORY.scaled.get(x) for x in _ancestors(_first_of(grads)))
+    return any(scaled is not None and scaled.compute_dtype == compute_dtype for scaled in noted)
 
 
 def _sources(gradient: Any, *trees: PyTree) -> list[bool]:
     """Of which of these trees a gradient was computed in this trace, by the equations; of all, if they are too many."""
-    tree_of, is_source, count = ByIdentity(), [False] * len(trees), 0
-    for k, tree in enumerate(trees):
-        for x in jax.tree.leaves(tree):
-            if isinstance(x, Tracer):
-                tree_of.set(x, k)
+    tree_of, is_source, count = _tree_of_leaves(*trees), [False] * len(trees), 0
     for x in _ancestors(gradient):
         count += 1
         if (k := tree_of.get(x)) is not None:
@@ -347,8 +343,18 @@ def _sources(gradient: Any, *trees: PyTree) -> list[bool]:
     return [True] * len(trees) if count == _MOST else is_source
 
 
-def _ancestors(value: Any) -> Iterator[Any]:
-    """A value, and what it was computed from in this trace; `_MOST` of these values at most."""
+def _tree_of_leaves(*trees: PyTree) -> ByIdentity:
+    """By each traced leaf of these trees, the number of its tree."""
+    tree_of = ByIdentity()
+    for k, tree in enumerate(trees):
+        for x in jax.tree.leaves(tree):
+            if isinstance(x, Tracer):
+                tree_of.set(x, k)
+    return tree_of
+
+
+def _ancestors(value: Any, through: Collection[str] | None = None) -> Iterator[Any]:
+    """A value, and what it was computed from in this trace, by these primitives or any; `_MOST` of them at most."""
     seen, count, open_ = ByIdentity(), 0, [value]
     while open_ and count < _MOST:
         x = open_.pop()
@@ -358,8 +364,9 @@ def _ancestors(value: Any) -> Iterator[Any]:
             seen.set(x, True)
         count += 1
         yield x
-        made = compat.equation_of(x)
-        open_ += () if made is None else (v for v in made[0].invars if isinstance(v, Tracer))
+        equation, _ = compat.equation_of(x) or (None, 0)
+        if equation is not None and (through is None or equation.primitive.name in through):
+            open_ += (v for v in equation.invars if isinstance(v, Tracer))
 
 
 def warn_of_unread(message: str) -> None:
