@@ -42,13 +42,13 @@ def _print_backends() -> None:
 
 
 def _versions() -> list[str]:
-    found = [f"python {platform.python_version()}"]
+    lines = [f"python {platform.python_version()}"]
     for package in _PACKAGES:
         try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
+            lines.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return lines
 
 
 def _devices() -> list[str]:

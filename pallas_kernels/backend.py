@@ -130,8 +130,8 @@ def why_no_kernels(*, needs_gpu: bool = False) -> str | None:
 
 def devices_of(tree: PyTree) -> int:
     """Over how many devices an array may be split that is whole for this trace; 1 inside `jax.shard_map`."""
-    found = [mesh for mesh in meshes(tree) if not mesh.empty and set(mesh.manual_axes) != set(mesh.axis_names)]
-    return max((mesh.size for mesh in found), default=1)
+    own_meshes = [mesh for mesh in meshes(tree) if not mesh.empty and set(mesh.manual_axes) != set(mesh.axis_names)]
+    return max((mesh.size for mesh in own_meshes), default=1)
 
 
 def may_be_split(tree: PyTree) -> bool:

@@ -140,8 +140,8 @@ def _place_of(leaves: Sequence[Any], alone: bool) -> str:
         if isinstance(x, jax.Array):
             if alone and len(x.sharding.device_set) > 1:
                 return "default"
-            found = next(iter(x.sharding.device_set)).platform
-            return "cuda" if found == "gpu" else found
+            platform = next(iter(x.sharding.device_set)).platform
+            return "cuda" if platform == "gpu" else platform
     return default_platform()
 
 
@@ -152,8 +152,8 @@ def way_here(eqn: Any) -> Callable[..., list[Any]]:
 
 def default_platform() -> str:
     """The platform of the default device, by the names that programs are lowered for."""
-    found = jax.default_backend()
-    return "cuda" if found == "gpu" else found
+    platform = jax.default_backend()
+    return "cuda" if platform == "gpu" else platform
 
 
 def _run(name: str, *operands: Any, jaxpr: Any, n: int, ways: _Ways, hint: Any = None) -> list[Any]:
@@ -201,8 +201,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
             operands[i] = x
         return _run(params["ways"].derivative, *operands, **params)
 
-    given = [primals[i] for i in moving], [tangents[i] for i in moving]
-    return jax.jvp(of_moving, *given)
+    arguments = [primals[i] for i in moving], [tangents[i] for i in moving]
+    return jax.jvp(of_moving, *arguments)
 
 
 def _transposed(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
@@ -210,14 +210,14 @@ def _transposed(cotangents: Sequence[Any], *operands: Any, **params: Any) -> lis
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
 
     def of_linear(*moving: Any) -> list[Any]:
-        given = list(operands)
+        values = list(operands)
         for i, x in zip(linear, moving, strict=True):
-            given[i] = x
-        return _run(params["ways"].derivative, *given, **params)
+            values[i] = x
+        return _run(params["ways"].derivative, *values, **params)
 
     zeros = [ad.instantiate_zeros(ad.Zero(operands[i].aval)) for i in linear]
-    found = iter(jax.vjp(of_linear, *zeros)[1](list(map(ad.instantiate_zeros, cotangents))))
-    return [next(found) if i in linear else None for i in range(len(operands))]
+    cotangents_of_linear = iter(jax.vjp(of_linear, *zeros)[1](list(map(ad.instantiate_zeros, cotangents))))
+    return [next(cotangents_of_linear) if i in linear else None for i in range(len(operands))]
 
 
 def _batched(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[list[Any], list[int]]:
@@ -232,10 +232,10 @@ def _batched(axis: Any, operands: Sequence[Any], dims: Sequence[Any], **params: 
     if ways.maps:
         by_name: dict[str, Any] = {name: lambda _, *xs, name=name: mapped(name)(*xs) for name in ways.by_name}
         options: dict[str, Any] = {"derivative": ways.derivative, "alone": ways.alone, "maps": True}
-        found = by_platform(mapped(_ITSELF), *operands, partitions=params["hint"] is not None, **options, **by_name)
+        outputs = by_platform(mapped(_ITSELF), *operands, partitions=params["hint"] is not None, **options, **by_name)
     else:
-        found = mapped("default")(*operands)
-    return found, [0] * len(found)
+        outputs = mapped("default")(*operands)
+    return outputs, [0] * len(outputs)
 
 
 ad.primitive_jvps[_p] = _jvp

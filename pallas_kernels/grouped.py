@@ -251,11 +251,11 @@ def _by_expert_loop(a: Array, b: Array, sizes: Array, factor: Array, dtype: Any,
         start = ends[e] - sizes[e] + (i - ends_in_tiles[e] + tiles[e]) * tile
         first = jnp.minimum(start, m - tile)  # the last tile may begin earlier, with rows that it leaves alone
         expert = lax.dynamic_index_in_dim(b, e, keepdims=False)
-        found = _dot(lax.dynamic_slice_in_dim(a, first, tile), expert, (1, 1 if transposed else 0))
+        product = _dot(lax.dynamic_slice_in_dim(a, first, tile), expert, (1, 1 if transposed else 0))
         row = first + jnp.arange(tile)[:, None]
         own = (row >= start) & (row < ends[e])
-        found = jnp.where(own, (found * factor).astype(dtype), lax.dynamic_slice_in_dim(out, first, tile))
-        return lax.dynamic_update_slice_in_dim(out, found, first, 0)
+        product = jnp.where(own, (product * factor).astype(dtype), lax.dynamic_slice_in_dim(out, first, tile))
+        return lax.dynamic_update_slice_in_dim(out, product, first, 0)
 
     zeros = _zeros((m, b.shape[1 if transposed else 2]), dtype, a, b, sizes, factor)
     return lax.fori_loop(0, ends_in_tiles[-1], step, zeros)
@@ -269,18 +269,18 @@ def _per_expert_loop(a: Array, b: Array, sizes: Array, factor: Array, dtype: Any
     def of_expert(bounds: tuple[Array, Array]) -> Array:
         start, end = bounds
 
-        def step(i: Array, found: Array) -> Array:
+        def step(i: Array, total: Array) -> Array:
             begin = start + i * tile
             first = jnp.minimum(begin, m - tile)
             row = first + jnp.arange(tile)[:, None]
             own = (row >= begin) & (row < end)
             x, y = (lax.dynamic_slice_in_dim(x, first, tile) for x in (a, b))
             x, y = (jnp.where(own, x, jnp.zeros((), x.dtype)) for x in (x, y))
-            return found + _dot(x, y, (0, 0))
+            return total + _dot(x, y, (0, 0))
 
         zeros = _zeros((a.shape[1], b.shape[1]), jnp.float32, a, b, sizes)
-        found = lax.fori_loop(0, -((end - start) // -tile), step, zeros)
-        return (found * factor).astype(dtype)
+        total = lax.fori_loop(0, -((end - start) // -tile), step, zeros)
+        return (total * factor).astype(dtype)
 
     return lax.map(of_expert, (ends - sizes, ends))
 

@@ -64,7 +64,7 @@ def by_expert(
         i, j = lax.div(number, columns), lax.rem(number, columns)
         row = plgpu.broadcasted_iota(jnp.int32, (tn, tm), 1, layout=plgpu.Layout.WGMMA) + i * tm
 
-        def expert(turn: Any, found: Any) -> Any:
+        def expert(turn: Any, total: Any) -> Any:
             e = first[i] + turn
             start, end = starts[e], ends[e]
             at = lax.div(jnp.maximum(start - i * tm, 0), jnp.int32(PART))  # its first and its last part of the tile
@@ -80,10 +80,10 @@ def by_expert(
 
             steps = _steps(end > start, k // tk)
             own = _summed((b.at[e], a), (tn, tm, tk), lambda step: (j, step), lambda step: (i, step), steps, step)
-            return jnp.where((row >= start) & (row < end), own, found)
+            return jnp.where((row >= start) & (row < end), own, total)
 
-        found = lax.fori_loop(0, experts[i], expert, _zeros((tn, tm))) * factor[0]
-        transposed = plgpu.layout_cast(found.astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+        total = lax.fori_loop(0, experts[i], expert, _zeros((tn, tm))) * factor[0]
+        transposed = plgpu.layout_cast(total.astype(dtype), plgpu.Layout.WGMMA_TRANSPOSED)
         _store(transposed, tile.T, tile, out.at[pl.ds(i * tm, tm), pl.ds(j * tn, tn)])
 
     kernel = plgpu.kernel(
@@ -122,7 +122,7 @@ def per_expert(
         first = lax.div(start, jnp.int32(tm))
         last = lax.div(end - 1, jnp.int32(tm))
 
-        def step(index: Any, a: Any, b: Any, found: Array) -> Array:
+        def step(index: Any, a: Any, b: Any, total: Array) -> Array:
             block = (first + index[0]) * tm
 
             @pl.when((block < start) | (block + tm > end))
@@ -134,12 +134,12 @@ def per_expert(
                     ref[...] = jnp.where((row >= start) & (row < end), x, 0.0).astype(ref.dtype)
                 plgpu.commit_smem()
 
-            return found + _product(a, b)
+            return total + _product(a, b)
 
         steps = _steps(end > start, last + 1 - first)
         a_block, b_block = lambda step: (i, first + step), lambda step: (j, first + step)
-        found = _summed((a, b), (tk, tn, tm), a_block, b_block, steps, step) * factor[0]
-        _store(found.astype(dtype), tile, tile, out.at[e, pl.ds(i * tk, tk), pl.ds(j * tn, tn)])
+        total = _summed((a, b), (tk, tn, tm), a_block, b_block, steps, step) * factor[0]
+        _store(total.astype(dtype), tile, tile, out.at[e, pl.ds(i * tk, tk), pl.ds(j * tn, tn)])
 
     kernel = plgpu.kernel(
         body,

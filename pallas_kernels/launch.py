@@ -189,11 +189,11 @@ def _run(
         return plgpu.broadcasted_iota(jnp.int32, (level.size,), 0, layout=_layout(level)) + start
 
     of_leaf = [functools.partial(load, k) for k in range(len(region.leaves))]
-    found, own_numbers = lax.switch(which, of_leaf)
+    results, own_numbers = lax.switch(which, of_leaf)
     if not level.vector:
         plgpu.commit_smem()  # a barrier: every thread must read the scalar before any thread writes it
     access = _Access(level, math.prod(shape_of(some)), region.group, interpreted)
-    loaded = [access.spread(ref, x) for ref, x in zip((*some.reads, *some.states), found, strict=True)]
+    loaded = [access.spread(ref, x) for ref, x in zip((*some.reads, *some.states), results, strict=True)]
     values = Values(
         tuple(loaded[: len(some.reads)]),
         tuple(loaded[len(some.reads) :]),

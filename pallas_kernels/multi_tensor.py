@@ -63,15 +63,15 @@ def reference(
     arrays = [(leaf.reads, leaf.states, leaf.writes) for leaf in leaves]
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((arrays, shared)))
     of_leaf = _traced_once if is_traced else _of_leaf
-    found: list[tuple[Array, ...]] = []
+    results: list[tuple[Array, ...]] = []
     sums = [jnp.zeros((), jnp.float32)] * n_sums
     for leaf, own in zip(leaves, arrays, strict=True):
         numbers = tuple(jnp.float32(c) for c in leaf.numbers)
         flag = None if only_groups and leaf.group == 1 else when
         new, parts = of_leaf(f, leaf.kind, leaf.group, leaf.outs, own, numbers, shared, flag)
-        found.append(new)
+        results.append(new)
         sums = [total + part for total, part in zip(sums, [*parts, *[0.0] * n_sums], strict=False)]
-    return Result(found, tuple(sums))
+    return Result(results, tuple(sums))
 
 
 def _of_leaf(
@@ -164,9 +164,9 @@ def apply(
         by_kernel = (
             apply(f, [leaves[i] for i in supported], scalars, **kernels) if supported else Result([], by_xla.sums)
         )
-        found = dict(zip((*others, *supported), (*by_xla.leaves, *by_kernel.leaves), strict=True))
+        by_place = dict(zip((*others, *supported), (*by_xla.leaves, *by_kernel.leaves), strict=True))
         sums = [a + b for a, b in zip(by_xla.sums, by_kernel.sums, strict=True)] if supported else by_xla.sums
-        return Result([found[i] for i in range(len(leaves))], tuple(sums))
+        return Result([by_place[i] for i in range(len(leaves))], tuple(sums))
     flag = jnp.ones((), jnp.float32) if when is None else when.astype(jnp.float32)
     packed = jnp.stack([flag, *(jnp.asarray(s, jnp.float32) for s in scalars)])
     flat = [

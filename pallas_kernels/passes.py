@@ -72,8 +72,8 @@ def run_or(
     `plan` has those.
     """
 
-    def kernel(*given: Array, interpret: Any) -> list[Array]:
-        return _kernel(plan, *given[len(unread) :], interpret=interpret)
+    def kernel(*operands: Array, interpret: Any) -> list[Array]:
+        return _kernel(plan, *operands[len(unread) :], interpret=interpret)
 
     return backends.run(backend, kernel, instead, *unread, *args, unmet=why_not(plan, args))
 
@@ -127,7 +127,7 @@ def _on_device(plan: Pass, *args: Array, interpret: Any) -> list[Array]:
         return _reference(plan, *args)
     rows, columns = shape[: plan.rows], shape[plan.rows :]
     sides = math.prod(rows), math.prod(columns)
-    found = tiles.run_tiles(
+    results = tiles.run_tiles(
         plan.compute,
         [x.reshape(sides) for x in tensors],
         [v.reshape(sides[1]) for v in vectors],
@@ -138,8 +138,8 @@ def _on_device(plan: Pass, *args: Array, interpret: Any) -> list[Array]:
         sums=plan.sums,
         interpret=interpret,
     )
-    outs = [found.q.reshape(shape), found.q_t.reshape(*columns, *rows), found.amax]
-    return outs if found.sums is None else [*outs, found.sums.reshape(columns)]
+    outs = [results.q.reshape(shape), results.q_t.reshape(*columns, *rows), results.amax]
+    return outs if results.sums is None else [*outs, results.sums.reshape(columns)]
 
 
 def _kernel(plan: Pass, *args: Array, interpret: Any) -> list[Array]:

@@ -143,8 +143,8 @@ def run_tiles(
         kernel_name=name,
         interpret=interpret,
     )
-    (found,) = kernel(inputs, vectors, scale.reshape(1))
-    return Output(found.q, found.q_t, jnp.max(found.amax), jnp.sum(found.sums, axis=0) if sums else None)
+    (result,) = kernel(inputs, vectors, scale.reshape(1))
+    return Output(result.q, result.q_t, jnp.max(result.amax), jnp.sum(result.sums, axis=0) if sums else None)
 
 
 def _tile(m: int, n: int, *, plain: bool) -> tuple[int, int]:

@@ -49,5 +49,5 @@ def over_tree(
     if len({backends.varying_axes(x) for x in filled}) > 1:  # the branches of the kernel must have one type
         unmet = "leaves differ in the axes that they vary over in jax.shard_map (pass check_vma=False)"
     result = backends.run(backend, kernel, plain, filled, scalar, unmet=unmet, alone=True)
-    found = iter(result.leaves)
-    return [next(found) if x.size else tuple(x.astype(d) for d in outs) for x in leaves], result.sums
+    results = iter(result.leaves)
+    return [next(results) if x.size else tuple(x.astype(d) for d in outs) for x in leaves], result.sums

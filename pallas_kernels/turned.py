@@ -77,9 +77,9 @@ def turned(x: Array, *, interpreted: bool) -> Array:
 
     from pallas_kernels.mosaic import FragmentedArray, arith, constant, ir, thread_idx, utils
 
-    made = plgpu.ShapeDtypeStruct(x.shape[::-1], x.dtype, layout=layout())
+    result = plgpu.ShapeDtypeStruct(x.shape[::-1], x.dtype, layout=layout())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA_8BIT,), return_type=made)
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA_8BIT,), return_type=result)
     def turned_registers(_: Any, tile: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
 
@@ -91,8 +91,8 @@ def turned(x: Array, *, interpreted: bool) -> Array:
         words = [utils.bitcast(register, i32) for register in tile.registers.reshape(-1)]
         lanes, kind = Lanes(utils.prmt, utils.shfl_bfly, choose), tile.registers.flat[0].type
         pairs = exchanged(list(zip(words[::2], words[1::2], strict=True)), lanes)
-        new = made.layout.to_mgpu()
-        registers = np.empty(new.registers_shape(made.shape), dtype=object)
+        new = result.layout.to_mgpu()
+        registers = np.empty(new.registers_shape(result.shape), dtype=object)
         moved = in_order([word for pair in pairs for word in pair], tile.shape)
         registers.flat[:] = [utils.bitcast(word, kind) for word in moved]
         return FragmentedArray(_registers=registers, _layout=new, _is_signed=None)

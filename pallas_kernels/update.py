@@ -235,9 +235,9 @@ def multi_tensor_update(
 
         def move(old: Any, sums: Any) -> Any:
             def found(old: Any) -> Any:
-                given = [leaf._replace(states=st, writes=w) for leaf, (st, w) in zip(whole, old, strict=True)]
+                leaves = [leaf._replace(states=st, writes=w) for leaf, (st, w) in zip(whole, old, strict=True)]
                 # XLA for TPU writes what the view of groups returns, and would read it again to choose.
-                return multi_tensor.reference(f, given, scalars, n_sums=n_sums, when=taken, only_groups=True)
+                return multi_tensor.reference(f, leaves, scalars, n_sums=n_sums, when=taken, only_groups=True)
 
             if n_sums:  # sums of masters before the step: XLA for CPU must be told to count first, or it copies them
                 both = found(old).sums, old
@@ -256,8 +256,8 @@ def multi_tensor_update(
     statics = [leaves[i]._replace(reads=(), states=(), writes=()) for i in filled]
 
     def _of(arrays: Any, scalars: Any) -> Any:
-        given = zip(statics, arrays, strict=True)
-        whole = [s._replace(reads=r, states=st, writes=w, numbers=n or s.numbers) for s, (r, st, w, n) in given]
+        pairs = zip(statics, arrays, strict=True)
+        whole = [s._replace(reads=r, states=st, writes=w, numbers=n or s.numbers) for s, (r, st, w, n) in pairs]
         return functools.partial(_update, rule), whole, scalars
 
     if not filled:
@@ -339,9 +339,9 @@ def _update(rule: Rule, values: multi_tensor.Values) -> tuple[list[Array], list[
         for codec in codecs
     ]
     g = values.reads[0].astype(jnp.float32) * factor
-    made = rule.moments(g, tuple(old))
-    u = rule.direction(g, tuple(old), made, tuple(own))
-    moved, new = weight - learning_rate * (u + decay * weight), made
+    moment = rule.moments(g, tuple(old))
+    u = rule.direction(g, tuple(old), moment, tuple(own))
+    moved, new = weight - learning_rate * (u + decay * weight), moment
     moved = moved if in_kernel or not (kind.is_split or kind.param_dtype) else written(moved)
     sums = []
     if kind.is_split:

@@ -46,8 +46,8 @@ class View(NamedTuple):
 
     def of_tree(self, arrays: PyTree) -> PyTree:
         """The views of all arrays of a tree."""
-        found = jax.tree.map(self.of_array, arrays)
-        return lax.optimization_barrier(found) if self.in_tiles else found
+        views = jax.tree.map(self.of_array, arrays)
+        return lax.optimization_barrier(views) if self.in_tiles else views
 
     def undone(self, views: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
         """The arrays of these shapes from their views."""

@@ -65,9 +65,9 @@ def in_dtype_of(new: Any, old: Any) -> Array:
     return new if is_same else lax.convert_element_type(new, dtype)
 
 
-def _moved(move: Callable[..., Any], given: Sequence[Any], old: Sequence[Any]) -> tuple[Any, ...]:
+def _moved(move: Callable[..., Any], arguments: Sequence[Any], old: Sequence[Any]) -> tuple[Any, ...]:
     """What `move` makes of `given`, in the dtypes of `old`."""
-    new = move(*given)
+    new = move(*arguments)
     typed = lambda n, o: jnp.asarray(n) if isinstance(o, float) else in_dtype_of(n, o)  # noqa: E731
     return jax.tree.map(typed, (new,) if len(old) == 1 else tuple(new), tuple(old))
 
@@ -77,24 +77,24 @@ def _traced(
 ) -> Any:
     types: list[Any] = []  # (type, axes over which it varies in `jax.shard_map`) of each result
 
-    def typed(taken: Array, *given: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(_moved(move, given, old))
+    def typed(taken: Array, *arrays: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(_moved(move, arrays, old))
         axes = [
             varying_axes(n) | varying_axes(o) | varying_axes(taken)
-            for n, o in zip(leaves, jax.tree.leaves(given), strict=True)
+            for n, o in zip(leaves, jax.tree.leaves(arrays), strict=True)
         ]
         types[:] = [(jax.typeof(n), own) for n, own in zip(leaves, axes, strict=True)]
         return treedef.unflatten([as_varying(n, own) for n, own in zip(leaves, axes, strict=True)])
 
-    def stay(*given: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(given)
+    def stay(*arrays: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(arrays)
         return treedef.unflatten([_typed(o, *of_result) for o, of_result in zip(leaves, types, strict=True)])
 
-    def branch(f: Callable[..., Any], taken: Array, *given: Any) -> Any:
-        return lax.cond(taken, lambda *given: f(taken, *given), stay, *given)
+    def branch(f: Callable[..., Any], taken: Array, *arrays: Any) -> Any:
+        return lax.cond(taken, lambda *arrays: f(taken, *arrays), stay, *arrays)
 
-    def select(f: Callable[..., Any], taken: Array, *given: Any) -> Any:
-        return choose(taken, f(taken, *given), given)
+    def select(f: Callable[..., Any], taken: Array, *arrays: Any) -> Any:
+        return choose(taken, f(taken, *arrays), arrays)
 
     name = "cpu" if branches else "branch"
     ways: dict[str, Any] = {name: branch, "default": select}

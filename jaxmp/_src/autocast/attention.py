@@ -73,18 +73,18 @@ def _attend(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     lists = regions.current()
     if not regions.is_tracing() or lists is None or lists.dtype is None or _MATMUL not in lists.allow:
         return original(*args, **kwargs)
-    given = inspect.signature(original).bind(*args, **kwargs)
-    given.arguments |= {k: _low(given.arguments[k], lists.dtype) for k in _OPERANDS if k in given.arguments}
-    implementation = given.arguments.get("implementation")
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.arguments |= {k: _low(call.arguments[k], lists.dtype) for k in _OPERANDS if k in call.arguments}
+    implementation = call.arguments.get("implementation")
     is_kernel = implementation not in (None, "xla")
     if implementation is None:  # what jax picks for 16-bit arrays is a kernel if it has no matmul for XLA
-        closed = jax.make_jaxpr(lambda: original(*given.args, **given.kwargs))()
+        closed = jax.make_jaxpr(lambda: original(*call.args, **call.kwargs))()
         is_kernel = not any(eqn.primitive.name == _MATMUL for eqn in jaxprs.equations(closed))
     if not is_kernel:
         with regions.region(lists._replace(float32_products="read")):
             return original(*args, **kwargs)
     with regions.region(OFF.off(_NAME)):
-        out = original(*given.args, **given.kwargs)
+        out = original(*call.args, **call.kwargs)
     return _marked(out, lists.dtype)
 
 

@@ -75,12 +75,12 @@ def find_biases(jaxpr: Any, lists: CastLists, inputs: Sequence[Value] | None = N
         sources = functools.reduce(operator.or_, (v.sources for v in operands), 0)
         results = [Value(sources)] * len(eqn.outvars)
         if not cast_lists.is_linear_algebra(eqn) and (functions := jaxprs.functions_of(eqn)):
-            given, found = [Value(v.sources, v.is_input) for v in operands], []
+            values, biases = [Value(v.sources, v.is_input) for v in operands], []
             for function in functions:
-                consts, carry, rows = function.parts(given)
+                consts, carry, rows = function.parts(values)
                 carry = [v._replace(is_input=False) for v in carry]  # it is computed
-                found.append(find_biases(function.jaxpr, here, [*consts, *carry, *rows]))
-            inside[i] = tuple(found)
+                biases.append(find_biases(function.jaxpr, here, [*consts, *carry, *rows]))
+            inside[i] = tuple(biases)
             if name in jaxprs.JITS:
                 results = inside[i][0].results
             elif name in jaxprs.CALLS:  # what has its own derivative may have its own dtypes, too

@@ -194,10 +194,10 @@ def kind_of_cast(eqn: Any, dtype: Any) -> str | None:
         return "mark" if eqn.params["name"] == LOW_MARK else None
     if eqn.primitive.name != "convert_element_type":
         return None
-    given, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
-    if given == new:
+    old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    if old == new:
         return "same"
-    return "low" if new == dtype else "wide" if given in LOW and new == FLOAT32 else None
+    return "low" if new == dtype else "wide" if old in LOW and new == FLOAT32 else None
 
 
 def is_custom_scatter(eqn: Any) -> bool:
@@ -226,8 +226,8 @@ def names_precision(eqn: Any, lists: "CastLists") -> bool:
     precision = eqn.params.get("precision")
     if precision is None:
         return False
-    given = precision if isinstance(precision, tuple) else (precision,)
-    if all(isinstance(p, jax.lax.Precision) for p in given):
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    if all(isinstance(p, jax.lax.Precision) for p in precisions):
         return lists.highest_asks and jaxprs.is_highest(precision)
     return True
 
@@ -236,8 +236,8 @@ def returns_float32(eqn: Any, lists: "CastLists") -> bool:
     """Whether a product asks for a float32 result of 16-bit operands: of those it was traced with, or of its lists."""
     if eqn.primitive.name not in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
         return False
-    given = {v.aval.dtype for v in eqn.invars if v.aval.dtype in FLOATS}
-    asks = asks_for_float32(eqn.params.get("preferred_element_type")) and FLOAT32 not in given
+    operand_dtypes = {v.aval.dtype for v in eqn.invars if v.aval.dtype in FLOATS}
+    asks = asks_for_float32(eqn.params.get("preferred_element_type")) and FLOAT32 not in operand_dtypes
     return asks or lists.float32_products == "all"
 
 
@@ -342,23 +342,23 @@ def check_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
     """`dtype` as a numpy dtype; a ValueError if autocast cannot run in it."""
     check_no_device("autocast", dtype)
     try:
-        given = jnp.dtype(formats.DTYPES.get(str(dtype), dtype))
+        checked = jnp.dtype(formats.DTYPES.get(str(dtype), dtype))
     except TypeError:
         raise ValueError(f"autocast: dtype must be float16, bfloat16 or float32 (off); got {dtype!r}") from None
-    if given in FLOATS:
-        return given
-    if given.name.startswith("float8"):
+    if checked in FLOATS:
+        return checked
+    if checked.name.startswith("float8"):
         raise ValueError(
-            f"autocast: dtype must be float16, bfloat16 or float32 (off); got {given.name}. For fp8 use "
+            f"autocast: dtype must be float16, bfloat16 or float32 (off); got {checked.name}. For fp8 use "
             f"jaxmp.fp8.autocast."
         )
-    raise ValueError(f"autocast: dtype must be float16, bfloat16 or float32 (off); got {given.name}")
+    raise ValueError(f"autocast: dtype must be float16, bfloat16 or float32 (off); got {checked.name}")
 
 
 def _known_names() -> frozenset[str]:
-    found = {getattr(primitives, n).name for n in dir(primitives) if n.endswith("_p")}
-    found |= {getattr(jax.lax, n).name for n in dir(jax.lax) if n.endswith("_p")}
-    return frozenset(found | ALLOW | FORCE_FP32 | WIDEST)
+    names = {getattr(primitives, n).name for n in dir(primitives) if n.endswith("_p")}
+    names |= {getattr(jax.lax, n).name for n in dir(jax.lax) if n.endswith("_p")}
+    return frozenset(names | ALLOW | FORCE_FP32 | WIDEST)
 
 
 def _check_name(argument: str, name: str) -> None:
@@ -375,7 +375,7 @@ def _check_name(argument: str, name: str) -> None:
 _DEVICES = ("cuda", "cpu", "gpu", "tpu", "xpu", "mps")
 
 
-def check_no_device(what: str, given: Any) -> None:
+def check_no_device(what: str, argument: Any) -> None:
     """Raises a TypeError for `GradScaler("cuda")` and the like."""
-    if isinstance(given, str) and given in _DEVICES:
-        raise TypeError(f"{what} takes no device; got {given!r}. Leave it out.")
+    if isinstance(argument, str) and argument in _DEVICES:
+        raise TypeError(f"{what} takes no device; got {argument!r}. Leave it out.")

@@ -43,7 +43,7 @@ class Choice(NamedTuple):
       group: the group that decided, for people to read.
       dtype: of the float operands; None: their own.
       result: of the float results.
-      kept: the operands that stay float32.
+      scalars: the operands that stay float32.
       home, summed: of the results (`Value`).
     """
 
@@ -51,13 +51,13 @@ class Choice(NamedTuple):
     group: str
     dtype: Any = None
     result: Any = None
-    kept: frozenset[int] = frozenset()
+    scalars: frozenset[int] = frozenset()
     home: Any = None
     summed: Any = None
 
     def operand(self, k: int, v: Value) -> Any:
         """The dtype in which operand `k` is read."""
-        return (FLOAT32 if k in self.kept else self.dtype) if v.dtype in FLOATS else None
+        return (FLOAT32 if k in self.scalars else self.dtype) if v.dtype in FLOATS else None
 
 
 WRITTEN = Choice("written", "written")
@@ -115,13 +115,13 @@ def choose(i: int, eqn: Any, operands: list[Value], lists: CastLists, uses: Uses
 
 def _in_dtype(eqn: Any, operands: list[Value], dtype: Any, group: str) -> Choice:
     name = eqn.primitive.name
-    kept = scalars_to_keep(operands, dtype) if cast_lists.takes_scalars(eqn) else frozenset()
+    scalars = scalars_to_keep(operands, dtype) if cast_lists.takes_scalars(eqn) else frozenset()
     home = None if group == "feeds float32" else _home(name, operands, dtype)
     if group == "widest" and name in cast_lists.BOUNDED and home is not None:
         return Choice("bind", group, dtype, home)
     summed = _summed(eqn, operands, group) if dtype == FLOAT32 else None
-    once = kept or (dtype in LOW and cast_lists.rounds_once(eqn))
-    return Choice("once" if once else "bind", group, dtype, dtype, kept, home, summed)
+    once = scalars or (dtype in LOW and cast_lists.rounds_once(eqn))
+    return Choice("once" if once else "bind", group, dtype, dtype, scalars, home, summed)
 
 
 def has_other_floats(eqn: Any) -> bool:
@@ -157,10 +157,10 @@ def widest(eqn: Any, operands: list[Value]) -> Any:
 
 def join(dtypes: Any) -> Any:
     """The dtype that holds all of these; the first of others than autocast's."""
-    found = set(dtypes)
-    if len(found) == 1:
-        return found.pop()
-    return FLOAT32 if found.issubset(FLOATS) else np.dtype(jnp.result_type(*found))
+    distinct = set(dtypes)
+    if len(distinct) == 1:
+        return distinct.pop()
+    return FLOAT32 if distinct.issubset(FLOATS) else np.dtype(jnp.result_type(*distinct))
 
 
 def _may_be_picked(eqn: Any, k: int, const: float | None, dtype: Any) -> bool:

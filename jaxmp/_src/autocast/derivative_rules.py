@@ -35,8 +35,8 @@ def custom_jvp(interpreter: Any, eqn: Any, function: Any, operands: list[Value],
             return jax.jvp(fn, [primals[k] for k in floats], tangents)[1]
 
         out, traced = call(*primals), [v.aval.dtype for v in eqn.invars]
-        given = [[*closed, *primals], [tangents[k - len(closed)] for k in floats]]
-        moved = iter(_run_rule(along, given, [*traced, *(traced[k] for k in floats)], at.lists)[0])
+        arguments = [[*closed, *primals], [tangents[k - len(closed)] for k in floats]]
+        moved = iter(_run_rule(along, arguments, [*traced, *(traced[k] for k in floats)], at.lists)[0])
         pairs = zip(out, eqn.outvars, strict=True)
         zeros = lambda x: np.zeros(np.shape(x), jax.dtypes.float0)  # noqa: E731
         return out, tuple(cast(next(moved), x.dtype) if v.aval.dtype in FLOATS else zeros(x) for x, v in pairs)
@@ -87,13 +87,15 @@ def custom_vjp(interpreter: Any, eqn: Any, function: Any, operands: list[Value],
     def backward(residuals: Any, cotangents: Any) -> Any:
         treedef, traced = residuals.static
         outputs = _floats(eqn.outvars)
-        given = [residuals.arrays, [cotangents[k] for k in outputs]]
+        arguments = [residuals.arrays, [cotangents[k] for k in outputs]]
         traced = [*traced, *(eqn.outvars[k].aval.dtype for k in outputs)]
         pulled = lambda leaves, cotangents: jax.tree.unflatten(treedef, leaves)(cotangents)  # noqa: E731
-        found, _ = _run_rule(pulled, given, traced, at.lists, tuple(operands[k].made_of == WEIGHTS for k in floats))
+        cotangents_of_operands, _ = _run_rule(
+            pulled, arguments, traced, at.lists, tuple(operands[k].made_of == WEIGHTS for k in floats)
+        )
         grads: list[Any] = [None] * len(arrays)
         of_wide: dict[int, Any] = dict.fromkeys(wide)
-        for k, g in zip(floats, found, strict=True):
+        for k, g in zip(floats, cotangents_of_operands, strict=True):
             if k in wide:
                 of_wide[k] = cast(g, FLOAT32)
             else:

@@ -113,9 +113,9 @@ class Explanation(NamedTuple):
     def summary(self) -> str:
         """One line: the shares of dtypes in the FLOPs of matmuls, and which modules stay in float32 and why."""
         rows = _grouped(row for row in self._planned() if row.runs_in == "float32" and _is_matmul(row))
-        kept = dict.fromkeys(f"{row.module or '(top)'} ({row.group.removeprefix('written: ')})" for row in rows)
-        more = [f"and {len(kept) - _SHOWN} more"] if len(kept) > _SHOWN else []
-        where = f"; float32: {', '.join([*list(kept)[:_SHOWN], *more])}" if kept else ""
+        modules = dict.fromkeys(f"{row.module or '(top)'} ({row.group.removeprefix('written: ')})" for row in rows)
+        more = [f"and {len(modules) - _SHOWN} more"] if len(modules) > _SHOWN else []
+        where = f"; float32: {', '.join([*list(modules)[:_SHOWN], *more])}" if modules else ""
         return f"matmul FLOPs: {_shares(self.matmul_flops_by_dtype())}{where}"
 
     def __str__(self) -> str:
@@ -166,13 +166,13 @@ def plan(traced: rewrite.Traced, lists: CastLists, narrow: dict[Place, Any]) -> 
 
 def explain(fn: Callable[..., Any], lists: cast_lists.CastLists, args: Any, kwargs: Any) -> Explanation:
     """What `autocast` with these lists would do with `fn(*args, **kwargs)`; arrays may be `jax.ShapeDtypeStruct`."""
-    found: list[Explanation] = []
+    explanations: list[Explanation] = []
 
     def explained(pure: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             traced = rewrite.Traced(pure, lists, args, kwargs)
             lists.modules.warn_of_idle()
-            found.append(plan(traced, lists, weighted_matmuls.choices(traced, lists) if lists.chooser else {}))
+            explanations.append(plan(traced, lists, weighted_matmuls.choices(traced, lists) if lists.chooser else {}))
             with regions.region(cast_lists.OFF):
                 return pure(*args, **kwargs)
 
@@ -186,11 +186,11 @@ def explain(fn: Callable[..., Any], lists: cast_lists.CastLists, args: Any, kwar
 
     inputs = array_functions.Inputs(array_functions.flat_leaves((args, kwargs)), is_input)
     jax.eval_shape(lambda *values: inputs.call(call, values), *inputs.values)
-    return found[0]
+    return explanations[0]
 
 
 def measure(
-    fn: Callable[..., Any], lists: cast_lists.CastLists, args: Any, kwargs: Any, found: Explanation, *, grad: bool
+    fn: Callable[..., Any], lists: cast_lists.CastLists, args: Any, kwargs: Any, explanation: Explanation, *, grad: bool
 ) -> Explanation:
     """`found` with what each operation of `fn`, and with `grad` of its gradient, rounds when it runs by these lists."""
     run = rewrite.transformed(fn, lists)
@@ -214,13 +214,13 @@ def measure(
 
         return run
 
-    program, given = outputs, arrays
+    program, operands = outputs, arrays
     if grad:  # scaled as float16 needs it, by the largest scale that does not overflow
-        given = [arrays[k] for k in moving]
+        operands = [arrays[k] for k in moving]
         scales = (2.0**16, 2.0**12, 2.0**8, 2.0**4) if lists.dtype == jnp.float16 else ()
-        finite = lambda scale: all(jnp.isfinite(x).all() for x in jax.jit(gradient(scale))(*given))  # noqa: E731
+        finite = lambda scale: all(jnp.isfinite(x).all() for x in jax.jit(gradient(scale))(*operands))  # noqa: E731
         program = gradient(next(filter(finite, scales), 1.0))
-    closed = jax.make_jaxpr(program)(*given)
+    closed = jax.make_jaxpr(program)(*operands)
     results = (v.aval for eqn in jaxprs.equations(closed) for v in eqn.outvars if hasattr(v.aval, "sharding"))
     types = {kind for aval in results for kind in aval.sharding.mesh.axis_types}
     if {AxisType.Auto, AxisType.Explicit} <= types:  # one by one, operations run on arrays of one kind
@@ -229,8 +229,8 @@ def measure(
             "explicit_axes. Measure the function inside."
         )
     measurement = Measurement(lists.dtype or jnp.bfloat16)
-    measurement.run(closed, given)
-    known = {(row.module, row.name): row for row in reversed(found.rows)}
+    measurement.run(closed, operands)
+    known = {(row.module, row.name): row for row in reversed(explanation.rows)}
     rows = []
     for x in measurement.rows():
         same = None if x.in_gradient else known.get((x.module, x.name)) or known.get(("", x.name))
@@ -240,8 +240,8 @@ def measure(
         rows.append(MeasuredOp(x.module, x.name, written, x.dtype, group, x.count, x.flops, x.error, x.added))
     seen = {(row.module, row.name) for row in rows} | {("", row.name) for row in rows}
     # In a program for several devices operations are not measured.
-    rest = [MeasuredOp(*row[:7], None, None) for row in found.rows if (row.module, row.name) not in seen]  # pyright: ignore
-    return Explanation((*rows, *rest), found.casts, found.rows)
+    rest = [MeasuredOp(*row[:7], None, None) for row in explanation.rows if (row.module, row.name) not in seen]  # pyright: ignore
+    return Explanation((*rows, *rest), explanation.casts, explanation.rows)
 
 
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
@@ -264,16 +264,16 @@ def _alike_as_one(lines: list[_Line]) -> list[_Line]:
         around = (numbered[1], numbered[3]) if numbered else name
         operations = tuple((path, row._replace(module="")) for _, path, row in inside)
         alike.setdefault((around, operations), []).append(name)
-    found = []
+    merged = []
     for names in alike.values():
         inside, times = members[names[0]], len(names)
         if not names[0]:
-            found += inside
+            merged += inside
             continue
         for place, path, row in _alike_as_one(inside):
             row = row._replace(count=times * row.count, flops=times * row.flops)
-            found.append((place, (_ranges(names), *path), row))
-    return found
+            merged.append((place, (_ranges(names), *path), row))
+    return merged
 
 
 def _ranges(names: list[str]) -> str:
@@ -410,14 +410,14 @@ def _matmuls_inside(eqn: Any, module: str, times: int) -> list[_Matmul]:
     if eqn.params.get("branches_platforms") is not None:
         functions = functions[:1]
     repeats = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-    found = []
+    matmuls = []
     for function in functions:
         for inner in function.jaxpr.eqns:
             here = "/".join(part for part in (module, regions.scope_of(str(inner.source_info.name_stack))) if part)
             if inner.primitive.name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS:
-                found.append(_Matmul(here, inner, repeats, None, inner))
-            found += _matmuls_inside(inner, here, repeats)
-    return [x._replace(narrow=narrow, product=eqn) for x in found] if narrow else found
+                matmuls.append(_Matmul(here, inner, repeats, None, inner))
+            matmuls += _matmuls_inside(inner, here, repeats)
+    return [x._replace(narrow=narrow, product=eqn) for x in matmuls] if narrow else matmuls
 
 
 def _narrow_dtype(functions: Any) -> str | None:

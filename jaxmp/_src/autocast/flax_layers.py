@@ -1,7 +1,7 @@
 """Flax layers under autocast: dtypes of modules, by path or their own, layers that are one operation, and regions.
 
-A module with a 16-bit `dtype` of its own keeps it, as if `modules` named it. float32 is no request: the module runs by
-the lists, unless the policy keeps it.
+A module with a 16-bit `dtype` of its own keeps it, as if `modules` named it. dtype=float32, the
+default of many models, is ignored: the module runs by the lists, unless the policy keeps it.
 
 PyTorch treats some layers as one operation and decides the dtype that they return: batch norm computes in float32 and
 returns its input's dtype, an LSTM or GRU cell and a layer in fp8 return the 16-bit dtype. In a jaxpr, such a layer is
@@ -45,15 +45,15 @@ def with_modules(fn: Callable[..., Any], modules: Iterable[Any]) -> Callable[...
 
 def _by_path(call: flax_modules.ModuleCall) -> Any:
     lists = regions.current()
-    found = None if lists is None else _lists_for(call, lists)
+    layer_lists = None if lists is None else _lists_for(call, lists)
     # Whoever chooses operations names them by the paths of their modules.
     is_chosen = lists is not None and lists.chooser is not None
     marker = module_paths.marker(call.path, "chosen") if is_chosen else contextlib.nullcontext()
-    with marker, contextlib.nullcontext() if found is None or found == lists else _region_of(found):
+    with marker, contextlib.nullcontext() if layer_lists is None or layer_lists == lists else _region_of(layer_lists):
         out = call.run()
         if call.method != "__call__" or not (isinstance(call.module, _ONE_OPERATION) or _is_in_fp8(call.module)):
             return out
-        if _dtype_of(call.module) in LOW or found is None or found.dtype is None:
+        if _dtype_of(call.module) in LOW or layer_lists is None or layer_lists.dtype is None:
             return out
         if asks_for_float32(getattr(call.module, "preferred_element_type", None)):  # of a layer in fp8
             return out
@@ -74,12 +74,12 @@ def _lists_for(call: flax_modules.ModuleCall, lists: CastLists) -> CastLists:
         return lists
     if asks_for_float32(getattr(call.module, "preferred_element_type", None)):
         lists = lists._replace(float32_products="all")
-    given = _dtype_of(call.module)
-    if given in LOW and not isinstance(call.module, _ALWAYS_WITH_DTYPE):
-        return lists._replace(dtype=given, because="")
+    own_dtype = _dtype_of(call.module)
+    if own_dtype in LOW and not isinstance(call.module, _ALWAYS_WITH_DTYPE):
+        return lists._replace(dtype=own_dtype, because="")
     if not isinstance(call.module, _IN_FLOAT32_BY_THE_LISTS) and _is_kept(call, lists):
         return lists.off(_KEPT)
-    return lists._replace(because=_NO_REQUEST if given == jnp.float32 else "")
+    return lists._replace(because=_IGNORED if own_dtype == jnp.float32 else "")
 
 
 def _is_kept(call: flax_modules.ModuleCall, lists: CastLists) -> bool:
@@ -96,7 +96,7 @@ def _is_kept(call: flax_modules.ModuleCall, lists: CastLists) -> bool:
 
 
 _KEPT = "keep_fp32"
-_NO_REQUEST = "dtype=float32 is no request"
+_IGNORED = "dtype=float32 is ignored"
 _IN_FLOAT32_BY_THE_LISTS = (linen.BatchNorm, nnx.BatchNorm)  # and their result is that of one operation
 
 
@@ -114,10 +114,10 @@ _ALWAYS_WITH_DTYPE = (nnx.Embed, nnx.SimpleCell)  # theirs is never None: nobody
 def _dtype_of(module: Any) -> np.dtype | None:
     """The `dtype` of a module, if it is one of autocast's."""
     try:
-        found = jnp.dtype(module.dtype)
+        own_dtype = jnp.dtype(module.dtype)
     except (AttributeError, TypeError):
         return None
-    return found if found in FLOATS and module.dtype is not None else None
+    return own_dtype if own_dtype in FLOATS and module.dtype is not None else None
 
 
 @contextlib.contextmanager
@@ -152,7 +152,7 @@ def region(lists: CastLists, wrap: Callable[..., Any]) -> Iterator[None]:
 
 def _is_own_method(context: Any) -> bool:
     """Whether the class finds the called method by its name: not so for functions in `apply(method=fn)`."""
-    found = getattr(type(context.module), context.method_name, None)
-    while found is not None and found is not context.orig_method.func:
-        found = getattr(found, "__wrapped__", None)
-    return found is not None
+    method = getattr(type(context.module), context.method_name, None)
+    while method is not None and method is not context.orig_method.func:
+        method = getattr(method, "__wrapped__", None)
+    return method is not None

@@ -122,7 +122,7 @@ class Interpreter:
                         v.array = jax.checkpoint(run)(*parts)
             for v in results:
                 v.made_of = made_of
-                v.is_cast_down = choice.how in ("low", "once") or FLOAT32 in (choice.dtype, *choice.kept)
+                v.is_cast_down = choice.how in ("low", "once") or FLOAT32 in (choice.dtype, *choice.scalars)
         for v in results:
             v.keeps_rounding = v.keeps_rounding or (v.is_low and not v.is_held_wide and i not in uses.read_alike)
         return results
@@ -149,25 +149,25 @@ class Interpreter:
                 before = jax.sharding.use_abstract_mesh(jax.typeof(operands[0].array).sharding.mesh)
             with before:
                 arrays = [v.array if moves_nothing else v.read() for v in operands]
-            found = _bind(eqn, arrays, None)
-            return [v.holds(x, const=None) for x, v in zip(found, operands, strict=True)]
+            outputs = _bind(eqn, arrays, None)
+            return [v.holds(x, const=None) for x, v in zip(outputs, operands, strict=True)]
         dtype = choice.dtype
         is_low = dtype in LOW
         is_input = name in cast_lists.MOVES and all(v.is_input for v in operands)
         repeated = [k for k, v in enumerate(operands) if _is_repeated(eqn, k) and v.dtype in FLOATS and v.const is None]
         is_held = is_input and any(v.is_held_wide or (v.is_float32 and v.made_of == WEIGHTS) for v in operands)
         if how == "once":
-            found = _rounded_once(eqn, operands, choice)
+            outputs = _rounded_once(eqn, operands, choice)
         elif is_low and repeated:
-            given = [(v, k in repeated and v.is_float32, choice.operand(k, v)) for k, v in enumerate(operands)]
-            found = [_repeated(eqn, [v.array if is_wide else v.read(d) for v, is_wide, d in given], repeated, dtype)]
+            inputs = [(v, k in repeated and v.is_float32, choice.operand(k, v)) for k, v in enumerate(operands)]
+            outputs = [_repeated(eqn, [v.array if is_wide else v.read(d) for v, is_wide, d in inputs], repeated, dtype)]
         elif is_low and is_held and name not in cast_lists.INTO_BUFFER:
-            found = _bind(eqn, [v.read(FLOAT32) for v in operands], FLOAT32)  # an input, moved: held in float32, too
+            outputs = _bind(eqn, [v.read(FLOAT32) for v in operands], FLOAT32)  # an input, moved: held in float32, too
         else:
-            found = _bind(eqn, [v.read(choice.operand(k, v)) for k, v in enumerate(operands)], dtype)
+            outputs = _bind(eqn, [v.read(choice.operand(k, v)) for k, v in enumerate(operands)], dtype)
         const = values.folded(eqn, [v.const for v in operands])
         results = []
-        for x, out in zip(found, eqn.outvars, strict=True):
+        for x, out in zip(outputs, eqn.outvars, strict=True):
             if out.aval.dtype not in FLOATS or choice.result is None:
                 results.append(Value(x, out.aval.dtype, out.aval.ndim > 0))
                 continue
@@ -235,8 +235,8 @@ class Interpreter:
         name = eqn.primitive.name
         if group is not None:  # a function that a list names: its parts follow the dtypes of its inputs
             dtype = at.lists.dtype if group == "allow" else choices.widest(eqn, operands)
-            kept = choices.scalars_to_keep(operands, dtype)
-            choice = Choice("bind", group, dtype, dtype, kept)
+            scalars = choices.scalars_to_keep(operands, dtype)
+            choice = Choice("bind", group, dtype, dtype, scalars)
             pairs = [(v, choice.operand(k, v)) for k, v in enumerate(operands)]
             operands = [v if d in (None, v.dtype) else v.holds(v.read(d), dtype=d, const=None) for v, d in pairs]
             at = at._replace(lists=at.lists.inside(group))
@@ -250,13 +250,13 @@ class Interpreter:
             if self.recorder is not None:
                 self.recorder(eqn, operands, Choice("call", "inside"), [], at)
             rule = derivative_rules.custom_jvp if name == "custom_jvp_call" else derivative_rules.custom_vjp
-            found = rule(self, eqn, functions[0], operands, at._replace(own_derivative=True), uses[0])
+            results = rule(self, eqn, functions[0], operands, at._replace(own_derivative=True), uses[0])
         elif name in jaxprs.REMATS:
-            found = self._checkpoint(eqn, functions[0], operands, at, uses[0])
+            results = self._checkpoint(eqn, functions[0], operands, at, uses[0])
         else:
-            found = getattr(self, f"_{name}")(eqn, functions, operands, at, uses)
+            results = getattr(self, f"_{name}")(eqn, functions, operands, at, uses)
         made_of = max((v.made_of for v in operands), default=CONSTANTS)
-        return [result(x, made_of) for x in found]
+        return [result(x, made_of) for x in results]
 
     def _jit(self, eqn: Any, function: Any, operands: list[Value], at: At, uses: Any) -> list[Value]:
         if not compat.is_in_program() and not any(isinstance(v.array, Tracer) for v in operands):
@@ -389,23 +389,23 @@ def _entering(inputs: Sequence[Value], *, whole: bool = False) -> tuple[Any, Cal
     wide = {k: v.read(FLOAT32) for k, v in enumerate(inputs) if v.sums_in_float32 and (whole or v.is_held_wide)}
     known = [(v.holds(None), v.is_held_wide) for v in inputs]  # rules of derivatives close over no array
 
-    def inside(given: Any) -> list[Value]:
-        arrays, wide = given
-        found = []
+    def inside(rows: Any) -> list[Value]:
+        arrays, wide = rows
+        values = []
         for k, ((v, is_held_wide), x) in enumerate(zip(known, arrays, strict=True)):
             if k in wide:
                 x = products.with_gradient_to(wide[k], x)
             elif is_held_wide:
                 x = lax.convert_element_type(x, FLOAT32)
-            found.append(v.holds(x))
-        return found
+            values.append(v.holds(x))
+        return values
 
     return ([v.read() for v in inputs], wide), inside
 
 
-def _arrays(given: Sequence[Value], dtypes: Any = None) -> list[Any]:
+def _arrays(values: Sequence[Value], dtypes: Any = None) -> list[Any]:
     """The arrays of values in these dtypes, by default in those that they count as."""
-    return [jnp.asarray(v.read(d)) for v, d in zip(given, dtypes or [None] * len(given), strict=True)]
+    return [jnp.asarray(v.read(d)) for v, d in zip(values, dtypes or [None] * len(values), strict=True)]
 
 
 def _in_float32(v: Value) -> Value:
@@ -439,13 +439,13 @@ def _changes(functions: Any, lists: CastLists) -> bool:
     return any(v.aval.dtype in FLOATS for eqn in equations for v in eqn.invars if hasattr(v.aval, "dtype"))
 
 
-def _constrained(given: list[Value], shardings: Any) -> list[Value]:
+def _constrained(values: list[Value], shardings: Any) -> list[Value]:
     """Values with the shardings that a `jit` gives them."""
-    found = list(given)
+    constrained = list(values)
     for k, sharding in enumerate(shardings or ()):
         if isinstance(sharding, jax.sharding.Sharding):
-            found[k] = given[k].holds(lax.with_sharding_constraint(jnp.asarray(given[k].array), sharding))
-    return found
+            constrained[k] = values[k].holds(lax.with_sharding_constraint(jnp.asarray(values[k].array), sharding))
+    return constrained
 
 
 def _as_written(eqn: Any, operands: list[Value]) -> list[Value]:
@@ -459,11 +459,11 @@ def _as_written(eqn: Any, operands: list[Value]) -> list[Value]:
             return [x.holds(products.with_gradient_to(x.array, cast(x.array, dtype)), dtype=dtype)]
     arrays = [v.read(getattr(a.aval, "dtype", None)) for v, a in zip(operands, eqn.invars, strict=True)]
     if name in _SIMPLE:
-        found = eqn.primitive.bind(*arrays, **eqn.params)
-        found = found if eqn.primitive.multiple_results else [found]
+        outputs = eqn.primitive.bind(*arrays, **eqn.params)
+        outputs = outputs if eqn.primitive.multiple_results else [outputs]
     else:
-        found = jaxprs.run_as_traced(jaxprs.without_scope(eqn), arrays)
-    out = list(map(result, found))
+        outputs = jaxprs.run_as_traced(jaxprs.without_scope(eqn), arrays)
+    out = list(map(result, outputs))
     if name == "convert_element_type":
         out[0].is_input, out[0].const = operands[0].is_input, values.folded(eqn, [operands[0].const])
     return out
@@ -483,8 +483,8 @@ def _bind(eqn: Any, operands: Sequence[Any], dtype: Any) -> list[Any]:
     is_named = params.get("preferred_element_type") is not None
     if dtype in FLOATS and (is_named or ("preferred_element_type" in params and dtype == FLOAT32)):
         params["preferred_element_type"] = dtype
-    found = eqn.primitive.bind(*operands, **params)
-    return list(found) if eqn.primitive.multiple_results else [found]
+    outputs = eqn.primitive.bind(*operands, **params)
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
 def _rounded_once(eqn: Any, operands: list[Value], choice: Choice) -> list[Any]:
@@ -545,8 +545,8 @@ def _repeated(eqn: Any, arrays: list[Any], repeated: list[int], dtype: Any) -> A
 
     def tangent_of(k: int, operands: Any, tangent: Any) -> Any:
         within = FLOAT32 if k in repeated else dtype
-        given = [cast(x, within) for x in operands]
-        bind = lambda x: eqn.primitive.bind(*given[:k], x, *given[k + 1 :], **eqn.params)  # noqa: E731
-        return cast(jax.jvp(bind, (given[k],), (cast(tangent, within),))[1], dtype)
+        factors = [cast(x, within) for x in operands]
+        bind = lambda x: eqn.primitive.bind(*factors[:k], x, *factors[k + 1 :], **eqn.params)  # noqa: E731
+        return cast(jax.jvp(bind, (factors[k],), (cast(tangent, within),))[1], dtype)
 
     return products.with_tangents(run, tangent_of, arrays)

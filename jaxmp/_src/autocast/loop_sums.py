@@ -27,10 +27,10 @@ _ARITHMETIC = (cast_lists.FORCE_FP32 | cast_lists.WIDEST) - _MOVES
 def carried(values: Sequence[Value], body: jaxprs.Inner) -> list[Value]:
     """What a loop carries: in float32 those values that are sums."""
     added = find(body.jaxpr, body.n_consts, len(values)) if any(v.is_low for v in values) else ()
-    found = [v.holds(v.array, const=None, made_of=DATA, summed=None, is_input=False) for v in values]
-    for i, v in enumerate(found):
+    carry = [v.holds(v.array, const=None, made_of=DATA, summed=None, is_input=False) for v in values]
+    for i, v in enumerate(carry):
         v.dtype = FLOAT32 if i in added and values[i].is_low else v.dtype
-    return found
+    return carry
 
 
 def find(body: Any, first: int, count: int) -> frozenset[int]:
@@ -82,14 +82,14 @@ class _Paths(NamedTuple):
 
 def _paths(jaxpr: Any) -> list[_Paths]:
     """What each result of a function is made of."""
-    found = {v: _Paths(1 << i) for i, v in enumerate(jaxpr.invars)}
+    paths = {v: _Paths(1 << i) for i, v in enumerate(jaxpr.invars)}
 
     def look_up(atom: Any) -> _Paths:
         is_float = getattr(atom.aval, "dtype", None) in cast_lists.FLOATS
-        return found.get(atom, _Paths()) if is_float and not isinstance(atom, core.Literal) else _Paths()
+        return paths.get(atom, _Paths()) if is_float and not isinstance(atom, core.Literal) else _Paths()
 
     for eqn in jaxpr.eqns:
-        found |= zip(eqn.outvars, _through(eqn, [look_up(v) for v in eqn.invars]), strict=True)
+        paths |= zip(eqn.outvars, _through(eqn, [look_up(v) for v in eqn.invars]), strict=True)
     return [look_up(v) for v in jaxpr.outvars]
 
 
@@ -132,16 +132,16 @@ def _after(paths: _Paths, operands: list[_Paths]) -> _Paths:
 
 def _origins(jaxpr: Any) -> list[int | None]:
     """Of each result of a function the number of the input that it is, through the functions that it calls."""
-    found: dict[Any, int | None] = {v: i for i, v in enumerate(jaxpr.invars)}
+    origins: dict[Any, int | None] = {v: i for i, v in enumerate(jaxpr.invars)}
 
     def look_up(atom: Any) -> int | None:
-        return None if isinstance(atom, core.Literal) else found.get(atom)
+        return None if isinstance(atom, core.Literal) else origins.get(atom)
 
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in jaxprs.CALLS - jaxprs.WITH_OWN_DERIVATIVE:
             inner = _origins(jaxprs.functions_of(eqn)[0].jaxpr)
             pairs = zip(eqn.outvars, inner, strict=True)
-            found |= {v: look_up(eqn.invars[i]) for v, i in pairs if i is not None}
+            origins |= {v: look_up(eqn.invars[i]) for v, i in pairs if i is not None}
     return [look_up(v) for v in jaxpr.outvars]
 
 

@@ -111,16 +111,16 @@ class Measurement:
         else:
             low = _bind(eqn, [v.low for v in operands])
             out = [_Value(x, y, None) for x, y in zip(low, _exact(eqn, operands, low), strict=True)]
-        grid, made = _grid(eqn, operands, [v.low for v in out]), []
+        grid, results = _grid(eqn, operands, [v.low for v in out]), []
         for v in out:
             if _is_float(v.low):
                 scale = max(_mean(v.exact), _size(eqn, operands))
                 narrow = min(grid, v.low.dtype, key=_width)
                 v = _Value(v.low, v.exact, narrow, _off(v.low, v.exact, scale), scale)
-            made.append(v)
-        if any(_is_float(v.low) for v in made) and name not in cast_lists.MOVES:
-            self._count(eqn, operands, made, stack)
-        return made
+            results.append(v)
+        if any(_is_float(v.low) for v in results) and name not in cast_lists.MOVES:
+            self._count(eqn, operands, results, stack)
+        return results
 
     def _count(self, eqn: Any, operands: list[_Value], out: list[_Value], stack: str) -> None:
         near = _bind(eqn, [v.near() for v in operands])
@@ -202,11 +202,11 @@ def _bind(eqn: Any, operands: list[Any]) -> list[Any]:
 
 def _exact(eqn: Any, operands: list[_Value], low: list[Any]) -> list[Any]:
     """The results in float32; of an operation that has no form in it (a kernel), what it computes in its own dtype."""
-    name, given = eqn.primitive.name, [v.exact for v in operands]
+    name, arrays = eqn.primitive.name, [v.exact for v in operands]
     if not any(map(_is_float, low)):
         return low  # so masks and indices are the same in both
     if name == "reduce_precision":
-        return given
+        return arrays
     params = dict(eqn.params)
     for key in ("new_dtype", "preferred_element_type"):
         if params.get(key) is not None and jnp.issubdtype(params[key], jnp.floating):
@@ -215,12 +215,12 @@ def _exact(eqn: Any, operands: list[_Value], low: list[Any]) -> list[Any]:
         params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST) if name in jaxprs.MATMULS else None
     try:
         if name in jaxprs.SCATTERS:
-            return [jaxprs.scattered(eqn, given)]
-        found: Any = eqn.primitive.bind(*map(jnp.asarray, given), **params)
+            return [jaxprs.scattered(eqn, arrays)]
+        outputs: Any = eqn.primitive.bind(*map(jnp.asarray, arrays), **params)
     except Exception:  # whatever a primitive of others raises for another dtype
         return list(map(_wide, low))
-    found = list(found) if eqn.primitive.multiple_results else [found]
-    return [x if _is_float(x) else y for x, y in zip(found, low, strict=True)]
+    outputs = list(outputs) if eqn.primitive.multiple_results else [outputs]
+    return [x if _is_float(x) else y for x, y in zip(outputs, low, strict=True)]
 
 
 def _grid(eqn: Any, operands: list[_Value], low: list[Any]) -> Any:

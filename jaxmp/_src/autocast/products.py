@@ -33,12 +33,12 @@ def in_float32(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) 
     low, wide = (params | {"preferred_element_type": d} for d in (dtype, FLOAT32))
 
     def tangent_of(k: int, operands: Any, tangent: Any) -> Any:
-        given = [*operands[:k], tangent, *operands[k + 1 :]]
+        factors = [*operands[:k], tangent, *operands[k + 1 :]]
         if dtype == jnp.bfloat16:
-            return primitive.bind(*given, **low).astype(FLOAT32)
+            return primitive.bind(*factors, **low).astype(FLOAT32)
         if primitive.name != "dot_general":  # jax transposes others for operands of one dtype
-            given = [cast(x, FLOAT32) for x in given]
-        return primitive.bind(*given, **wide)
+            factors = [cast(x, FLOAT32) for x in factors]
+        return primitive.bind(*factors, **wide)
 
     return with_tangents(lambda *xs: _to_float32(functools.partial(primitive.bind, **wide), *xs), tangent_of, operands)
 
@@ -85,17 +85,17 @@ def with_float32_gradients(
     run = jax.custom_vjp(lambda *xs: product(*xs[:count]))
 
     def forward(*xs: Any) -> Any:
-        kept = [x.value for x in xs[:count]]
-        return product(*kept), (kept, [() if x.perturbed else None for x in xs])  # both hold no array
+        saved = [x.value for x in xs[:count]]
+        return product(*saved), (saved, [() if x.perturbed else None for x in xs])  # both hold no array
 
     def backward(residuals: Any, g: Any) -> Any:
-        kept, moves = residuals
+        saved, moves = residuals
         gets = [i if i < 2 and i not in others else None for i in range(count)] + others
         if isinstance(g, SymbolicZero):
             return (None,) * len(gets)
         g = cast(g, dtype)
         pairs = zip(gets, moves, strict=True)
-        return tuple(None if i is None or moved is None else gradient(i, kept, g) for i, moved in pairs)
+        return tuple(None if i is None or moved is None else gradient(i, saved, g) for i, moved in pairs)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run(*operands, *(wide[i] for i in others))

@@ -97,5 +97,5 @@ def scope_of(stack: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _parts(stack: str) -> tuple[int | None, str]:
-    found = module_paths.REGIONS.findall(stack)
-    return int(found[-1]) if found else None, module_paths.without_chosen(module_paths.without_regions(stack))
+    parts = module_paths.REGIONS.findall(stack)
+    return int(parts[-1]) if parts else None, module_paths.without_chosen(module_paths.without_regions(stack))

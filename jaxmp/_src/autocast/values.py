@@ -183,7 +183,7 @@ def folded(eqn: Any, consts: list[float | None]) -> float | None:
     if name in _SAME:
         return consts[0]
     with np.errstate(all="ignore"):
-        given = [np.asarray(c).astype(dtype) for c in consts]
+        constants = [np.asarray(c).astype(dtype) for c in consts]
         if name == "integer_pow":
-            return float(np.power(given[0], np.asarray(eqn.params["y"], dtype)))
-        return float(_FUNCTIONS[name](*given)) if name in _FUNCTIONS else None
+            return float(np.power(constants[0], np.asarray(eqn.params["y"], dtype)))
+        return float(_FUNCTIONS[name](*constants)) if name in _FUNCTIONS else None

@@ -78,16 +78,16 @@ class Chooser(Protocol):
 
 def choices(traced: Any, lists: CastLists) -> dict[Place, Product | str]:
     """By place, what the chooser of `lists` says of the operations of a traced function."""
-    found: dict[Place, Operation] = {}
+    by_place: dict[Place, Operation] = {}
 
     def record(eqn: Any, operands: list[Value], choice: Any, results: Any, at: At) -> None:
         del results
         operation = _operation(eqn, operands, choice, at)
         if operation is not None:
-            found.setdefault(at.place, operation)
+            by_place.setdefault(at.place, operation)
 
     traced.tell(record, lists)
-    operations = list(found.values())
+    operations = list(by_place.values())
     chosen = zip(operations, lists.chooser.choose(operations), strict=True)
     return {operation.place: choice for operation, choice in chosen if choice is not None}
 

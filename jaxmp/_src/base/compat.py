@@ -99,8 +99,8 @@ def transposed(primitive: Any, g: Array, others: Any, i: int, aval: Any, params:
     `others` are the other operands, `params` those of the product that the rule binds: they may name another
     `preferred_element_type` than the dtype of `g`.
     """
-    given = (*others[:i], ad.UndefinedPrimal(aval), *others[i:])
-    return ad.instantiate_zeros(ad.primitive_transposes[primitive](g, *given, **params)[i])
+    operands = (*others[:i], ad.UndefinedPrimal(aval), *others[i:])
+    return ad.instantiate_zeros(ad.primitive_transposes[primitive](g, *operands, **params)[i])
 
 
 def max_dtype() -> Any:

@@ -50,12 +50,12 @@ def keys_of(path: Iterable[Any]) -> tuple[Key, ...]:
     A box holds one array, or what an optimizer put in its place, so its name comes last or before names of that.
     """
     keys = [Key(name_of(key), isinstance(key, jax.tree_util.GetAttrKey)) for key in path]
-    kept: list[Key] = []
+    own_keys: list[Key] = []
     for key in reversed(keys):
-        ends = all(other.name in PARTS for other in kept)
+        ends = all(other.name in PARTS for other in own_keys)
         if not (key.name == "value" and ends and key.is_field):
-            kept.append(key)
-    return tuple(kept[::-1])
+            own_keys.append(key)
+    return tuple(own_keys[::-1])
 
 
 def name_of(key: Any) -> str:
@@ -66,16 +66,18 @@ def name_of(key: Any) -> str:
     return str(key)
 
 
-def patterns_of(given: str | Iterable[str]) -> tuple[str, ...]:
+def patterns_of(patterns: str | Iterable[str]) -> tuple[str, ...]:
     """The patterns of an argument; a single string is one pattern."""
-    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
-    for pattern in found:
+    checked = (
+        (patterns,) if isinstance(patterns, str) else tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
+    )
+    for pattern in checked:
         if not isinstance(pattern, str):
             raise TypeError(
                 f'path patterns must be text or a list of texts, such as "head" or ("*norm*",); got {pattern!r}. "*" '
                 f"fits all."
             )
-    return found
+    return checked
 
 
 def matches(path: str, patterns: str | Iterable[str]) -> bool:
@@ -131,8 +133,10 @@ class Patterns:
       given: the patterns, or a dict from patterns to values.
     """
 
-    def __init__(self, argument: str, given: str | Iterable[str], *, of: str):
-        self.values: dict[str, Any] = dict(given) if isinstance(given, Mapping) else dict.fromkeys(patterns_of(given))
+    def __init__(self, argument: str, patterns: str | Iterable[str], *, of: str):
+        self.values: dict[str, Any] = (
+            dict(patterns) if isinstance(patterns, Mapping) else dict.fromkeys(patterns_of(patterns))
+        )
         self._argument, self._of = argument, of
         self._paths: dict[str, None] = {}
 
@@ -165,14 +169,14 @@ def _close_to(pattern: str, paths: Iterable[str]) -> list[str]:
     """Up to three parts of `paths`, with as many components as the pattern, that look like it mistyped."""
     wanted = pattern.strip("*/").lower()
     count = wanted.count("/") + 1
-    found: dict[str, str] = {}
+    close: dict[str, str] = {}
     for path in paths:
         parts = path.split("/")
         for i in range(len(parts) - count + 1):
             part = "/".join(parts[i : i + count])
             is_level = part.lower() == wanted and i + count < len(parts)  # it fits what is below only with "/*"
-            found.setdefault(part.lower(), f"{part}/*" if is_level else part)
-    return [found[name] for name in difflib.get_close_matches(wanted, found)]
+            close.setdefault(part.lower(), f"{part}/*" if is_level else part)
+    return [close[name] for name in difflib.get_close_matches(wanted, close)]
 
 
 def is_box(x: Any) -> bool:
@@ -203,8 +207,8 @@ def with_boxes_inside(tree: Any) -> Any:
 
 def boxed_leaves(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     """`(path, leaf or whole box)` of each entry of `tree`, and the structure to put them back together."""
-    found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)
-    return [(path_str(path), x) for path, x in found], treedef
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)
+    return [(path_str(path), x) for path, x in leaves], treedef
 
 
 def nodes_of(tree: Any, *kinds: type) -> list[Any]:
@@ -219,24 +223,24 @@ def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> d
     Raises:
       ValueError: two leaves have one path, as in {"a/b": x, "a": {"b": y}}.
     """
-    found: dict[str, Any] = {}
+    by_path: dict[str, Any] = {}
     for key_path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
         path = path_str(key_path)
-        if path in found:
+        if path in by_path:
             raise ValueError(
                 f"leaves must have different paths; got two at {path}. Rename one, or take the / out of a name."
             )
-        found[path] = x
-    return found
+        by_path[path] = x
+    return by_path
 
 
 def leaves_by_names(tree: Any) -> dict[tuple[str, ...], Any]:
     """The leaves of `tree` by the levels of their paths, without their boxes; a ValueError if two are the same."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    found = {tuple(key.name for key in keys_of(path)): x for path, x in leaves}
-    if len(found) < len(leaves):
+    by_names = {tuple(key.name for key in keys_of(path)): x for path, x in leaves}
+    if len(by_names) < len(leaves):
         leaves_by_path(tree)  # an error that names the two
-    return found
+    return by_names
 
 
 def nested(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
@@ -249,8 +253,8 @@ def nested(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
 
 def filled(like: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
     """`like` with the values by the levels of their paths, and its own leaf where there is none."""
-    found = [values.get(names, x) for names, x in leaves_by_names(like).items()]
-    return jax.tree.structure(like).unflatten(found)
+    leaves = [values.get(names, x) for names, x in leaves_by_names(like).items()]
+    return jax.tree.structure(like).unflatten(leaves)
 
 
 def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
@@ -290,8 +294,8 @@ def first_of_other_shape(got: Any, expected: Any) -> tuple[str, tuple[int, ...],
 
 def check_same_shapes(grads: Any, params: Any) -> None:
     """Raises a ValueError that names the first path where two trees of one structure have arrays of other shapes."""
-    if found := first_of_other_shape(grads, params):
-        _raise_of_shapes(*found)
+    if other_shape := first_of_other_shape(grads, params):
+        _raise_of_shapes(*other_shape)
 
 
 def check_no_broadcast(grads: Any, params: Any) -> None:

@@ -57,10 +57,10 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, fun: Any, **_: An
     moving = [i for i, x in enumerate(primals) if not jax.numpy.issubdtype(x.dtype, jax.numpy.integer)]
 
     def of_floats(*values: Array) -> Array:
-        given = list(primals)
+        operands = list(primals)
         for i, value in zip(moving, values, strict=True):
-            given[i] = value
-        return fun(*given)
+            operands[i] = value
+        return fun(*operands)
 
     return jax.jvp(of_floats, [primals[i] for i in moving], [ad.instantiate_zeros(tangents[i]) for i in moving])
 

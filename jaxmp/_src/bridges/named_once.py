@@ -22,11 +22,11 @@ def wrapped(
     """
     is_made = policy is None or isinstance(tx, Transformation)
     is_auto = isinstance(loss_scale, str) and loss_scale == "auto"
-    given = ["keep_fp32"] * (keep_fp32 is not None) + ["loss_scale"] * (not is_auto)
-    if is_made and given:
+    options = ["keep_fp32"] * (keep_fp32 is not None) + ["loss_scale"] * (not is_auto)
+    if is_made and options:
         held = "no policy" if policy is None else "a tx of jaxmp, which was made with its own"
         raise TypeError(
-            f"{given[0]}= must go with policy= and an optax optimizer; got {held}. Pass it to "
+            f"{options[0]}= must go with policy= and an optax optimizer; got {held}. Pass it to "
             f"{'jaxmp.mixed_precision' if keep_fp32 is None else 'jaxmp.get_policy'}."
         )
     if policy is None:
@@ -52,8 +52,8 @@ def check_taken(policy: policy_lib.Policy, opt_state: Any, grads: PyTree, params
 
     The update tells it of a dynamic loss scale in a trace.
     """
-    found = states.find(opt_state, states.StepState)
-    scale = found[0].scaling.loss_scale if found and found[0].scaling is not None else None
+    step_states = states.find(opt_state, states.StepState)
+    scale = step_states[0].scaling.loss_scale if step_states and step_states[0].scaling is not None else None
     is_told = policy.uses_float16 and isinstance(scale, Tracer)
     computes_wide = not policy.computes_in_16_bits and policy.recipe is None
     if scale is None or is_told or computes_wide or scale_reads.may_be_of(grads, scale, params):

@@ -98,9 +98,9 @@ def value_and_grad(
 
         def loss_fn(params: PyTree, rest: PyTree, batch: PyTree) -> Any:
             merged = nnx.merge(graphdef, nnx.State({0: params}), rest, copy=True)
-            given = whole | batch | dict(zip(passed, merged[1:], strict=True))
+            arguments = whole | batch | dict(zip(passed, merged[1:], strict=True))
             run = flax_layers.with_modules(fun, (merged[0],))
-            out = run(merged[0], *(given[i] for i in range(1, len(args) + 1)), **kwargs)
+            out = run(merged[0], *(arguments[i] for i in range(1, len(args) + 1)), **kwargs)
             loss, aux = gradients.loss_and_aux(out, has_aux, k)
             return loss, aux, _split(merged, wrt)[2]
 

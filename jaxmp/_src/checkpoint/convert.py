@@ -67,9 +67,9 @@ def convert(
       >>> convert(opt_state, params, to=jaxmp.mixed_precision(adam, "fp32"), policy="fp32")[0]
       {'w': Array([1.001], dtype=float32)}
     """
-    given = {"opt_state": ("state", opt_state), "params": ("params", params)}
-    given |= {"to": ("optimizer", to), "policy": ("policy", policy)}
-    argument_kinds.check("convert(opt_state, params, to=, policy=)", **given)
+    arguments = {"opt_state": ("state", opt_state), "params": ("params", params)}
+    arguments |= {"to": ("optimizer", to), "policy": ("policy", policy)}
+    argument_kinds.check("convert(opt_state, params, to=, policy=)", **arguments)
     opt_state, params = host_memory.to_device((nnx.as_pure(opt_state), params))
     policy, old = get_policy(policy), tree_paths.leaves_by_path(params)
     full = states.get_master_params(opt_state, params)
@@ -77,17 +77,17 @@ def convert(
         raise ValueError(f"params and opt_state are of one job; {wrong[0]} has {wrong[2]}, its master {wrong[1]}.")
     full = full if like is None else _moved("params", full, like)
     with warnings.catch_warnings(action="ignore"):
-        made, halves = split_exactly(to.init(full), tree_paths.leaves_by_path(full))
+        fresh, halves = split_exactly(to.init(full), tree_paths.leaves_by_path(full))
 
     cast = policy.cast_to_param(full)
     same = {path for path, x in tree_paths.leaves_by_path(cast).items() if path in old and old[path].dtype == x.dtype}
     new_params = tree_paths.map_with_path(lambda path, x: halves.get(path, old[path] if path in same else x), cast)
 
-    before, after = states.find(opt_state, StepState), states.find(made, StepState)
+    before, after = states.find(opt_state, StepState), states.find(fresh, StepState)
     if before and after and len(before) != len(after):
         raise ValueError(f"both jobs must have as many mixed_precision; got {len(before)} and {len(after)}.")
     inner = lambda state: states.map_steps(lambda step: step.optimizer_state, state)  # noqa: E731
-    left = iter(jax.tree.leaves(_moved("opt_state", inner(opt_state), inner(made))))
+    left = iter(jax.tree.leaves(_moved("opt_state", inner(opt_state), inner(fresh))))
     same_layers, olds = scale_leaves.paths_of(params) == scale_leaves.paths_of(full), iter(before)
 
     def continued(x: Any) -> Any:
@@ -96,13 +96,13 @@ def convert(
         x = x._replace(optimizer_state=jax.tree.map(lambda _: next(left), x.optimizer_state))
         return _continued(next(olds, None), x, same_layers=same_layers)
 
-    new_state = jax.tree.map(continued, made, is_leaf=lambda x: isinstance(x, StepState))
+    new_state = jax.tree.map(continued, fresh, is_leaf=lambda x: isinstance(x, StepState))
     return state_arrays.own_buffers((new_params, new_state), foreign=(opt_state, params, like))
 
 
-def _moved(tree: str, given: PyTree, like: PyTree) -> PyTree:
+def _moved(tree: str, old: PyTree, like: PyTree) -> PyTree:
     """`given` in the structure and, of a state, the dtypes of `like`; fp8 scales may be new or left over."""
-    leaves, wanted = tree_paths.leaves_by_path(given), tree_paths.leaves_by_path(like)
+    leaves, wanted = tree_paths.leaves_by_path(old), tree_paths.leaves_by_path(like)
     for path in {**wanted, **leaves}:
         here, there = (x[path].shape if path in x else "missing" for x in (leaves, wanted))
         if here != there and not (scale_leaves.is_scale(path) and "missing" in (here, there)):
@@ -112,12 +112,12 @@ def _moved(tree: str, given: PyTree, like: PyTree) -> PyTree:
     def take(path: str, x: Any) -> Any:
         if path not in leaves:
             return scale_leaves.started(path, x)
-        found = leaves[path]
-        if tree == "params" or found.dtype == x.dtype:
-            return jnp.asarray(found)
-        if [casting.is_float(y) or y.dtype.kind for y in (found, x)] not in ([True, True], ["i", "i"]):
-            raise ValueError(f"{path} in {tree} is {found.dtype} in the old job and {x.dtype} in the new one.")
-        return jnp.asarray(found).astype(x.dtype)
+        leaf = leaves[path]
+        if tree == "params" or leaf.dtype == x.dtype:
+            return jnp.asarray(leaf)
+        if [casting.is_float(y) or y.dtype.kind for y in (leaf, x)] not in ([True, True], ["i", "i"]):
+            raise ValueError(f"{path} in {tree} is {leaf.dtype} in the old job and {x.dtype} in the new one.")
+        return jnp.asarray(leaf).astype(x.dtype)
 
     return tree_paths.map_with_path(take, like)
 
@@ -147,8 +147,10 @@ def _continued(old: StepState | None, new: StepState, *, same_layers: bool) -> S
     if has_histories and same_layers and _alike(old.fp8_scales, new.fp8_scales):
         counts["fp8_scales"] = old.fp8_scales
     elif has_histories:
-        told = "the jobs differ in fp8 layers or recipes: amax histories start again; jaxmp.fp8.calibrate fills them."
-        warn("fp8-histories-start-again", told)
+        message = (
+            "the jobs differ in fp8 layers or recipes: amax histories start again; jaxmp.fp8.calibrate fills them."
+        )
+        warn("fp8-histories-start-again", message)
     if jax.tree.leaves(old.before_state) and jax.tree.leaves(new.before_state):
         counts["before_state"] = _moved("before_state", old.before_state, new.before_state)
     return new._replace(scaling=_scaling(old.scaling, new.scaling), **counts)
@@ -162,8 +164,8 @@ def _scaling(old: Any, new: Any) -> Any:
     if is_scale and 0 < float(old.loss_scale) < np.inf:
         return type(new)(*old)
     start = f"the scale starts from {float(new.loss_scale)}"
-    told = f"the old job has no loss scale of this kind that is positive and finite; {start}."
-    warn("loss-scale-starts-again", told)
+    message = f"the old job has no loss scale of this kind that is positive and finite; {start}."
+    warn("loss-scale-starts-again", message)
     return new
 
 

@@ -91,12 +91,12 @@ def export_loss_scale(
       >>> export_loss_scale(opt_state, scale, "megatron")
       {'scale': [8.0], 'growth_tracker': 0, 'hysteresis_tracker': 2}
     """
-    found = _only(opt_state)
+    scaling = _only(opt_state)
     if format == "torch":
-        return torch_state.to_state_dict(states.scaler_of(loss_scale, found))
+        return torch_state.to_state_dict(states.scaler_of(loss_scale, scaling))
     if format != "megatron":
         raise ValueError(f'format must be "torch" or "megatron"; got {format!r}')
-    values = ([float(found.loss_scale)], int(found.growth_count), int(found.hysteresis_left))
+    values = ([float(scaling.loss_scale)], int(scaling.growth_count), int(scaling.hysteresis_left))
     return dict(zip(_MEGATRON, values, strict=True))
 
 
@@ -133,7 +133,9 @@ def set_loss_scale(opt_state: Any, loss_scale: Any) -> Any:
 
 
 def _only(opt_state: Any) -> states.LossScaleState:
-    found = states.find(opt_state, states.LossScaleState)
-    if len(found) != 1:
-        raise ValueError(f"opt_state must have one loss scale (mixed_precision(..., loss_scale=)); got {len(found)}.")
-    return found[0]
+    scalings = states.find(opt_state, states.LossScaleState)
+    if len(scalings) != 1:
+        raise ValueError(
+            f"opt_state must have one loss scale (mixed_precision(..., loss_scale=)); got {len(scalings)}."
+        )
+    return scalings[0]

@@ -70,8 +70,8 @@ def import_megatron(
     order = [path for group in groups for path in group]
     with warnings.catch_warnings(action="ignore"):  # the masters come from Megatron
         steps = states.with_masters(jax.eval_shape(tx.init, params))
-    found = [path for step in steps for path, _ in jax.tree_util.tree_leaves_with_path(step.master_params)]
-    with_master = {leaf_paths.param_of(path) for path in found}
+    paths = [path for step in steps for path, _ in jax.tree_util.tree_leaves_with_path(step.master_params)]
+    with_master = {leaf_paths.param_of(path) for path in paths}
     wrong = [path for path in order if path not in leaves or order.count(path) > 1] + sorted(with_master - {*order})
     if wrong:
         got = f"{wrong[0]} is not a param, or there {order.count(wrong[0])} times. {leaf_paths.first_paths(leaves)}"

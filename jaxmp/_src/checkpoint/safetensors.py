@@ -125,13 +125,15 @@ def save_safetensors(
     index: Any = {"metadata": {"total_size": 0}, "weight_map": {}}
     failure = None
     for file, of_file in zip(called, files, strict=True):
-        made = {name: np.asarray(x, order="C") for at in of_file for name, x in tensors(at).items()}  # by all processes
-        index["weight_map"] |= dict.fromkeys(made, file.name)
-        index["metadata"]["total_size"] += sum(x.nbytes for x in made.values())
+        arrays = {
+            name: np.asarray(x, order="C") for at in of_file for name, x in tensors(at).items()
+        }  # by all processes
+        index["weight_map"] |= dict.fromkeys(arrays, file.name)
+        index["metadata"]["total_size"] += sum(x.nbytes for x in arrays.values())
         try:
             if jax.process_index() == 0 and failure is None:
                 file.parent.mkdir(parents=bool(max_shard_size), exist_ok=True)
-                library.save_file(made, f"{file}.tmp", {"format": "pt" if layout == "torch" else "flax"})
+                library.save_file(arrays, f"{file}.tmp", {"format": "pt" if layout == "torch" else "flax"})
             if jax.process_index() == 0 and failure is None and file == called[-1]:
                 # A folder is without its index meanwhile: a writer that is killed leaves no mix of two models.
                 old = (path / _INDEX, path / _ONE, *path.glob("model-*-of-*.safetensors")) if max_shard_size else ()
@@ -143,8 +145,8 @@ def save_safetensors(
                     (path / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
         except OSError as e:
             failure = e
-    told = multihost_utils.process_allgather(np.array(failure is not None)) if jax.process_count() > 1 else failure
-    if failure or np.any(told):
+    failures = multihost_utils.process_allgather(np.array(failure is not None)) if jax.process_count() > 1 else failure
+    if failure or np.any(failures):
         raise failure or OSError(f"process 0, which writes, could not write {path}; its own error says why.")
 
 
@@ -176,8 +178,8 @@ def load_safetensors(
       ...     load_safetensors(folder, params)["Dense_0"]["kernel"].shape
       (2, 3)
     """
-    found = _in_folder(path) if (path := pathlib.Path(path)).is_dir() else _in_file(path)
-    left = set(found)
+    stored = _in_folder(path) if (path := pathlib.Path(path)).is_dir() else _in_file(path)
+    left = set(stored)
 
     def take(at: str, x: Any) -> Any:
         if frozen_kernel.is_frozen(x):
@@ -186,14 +188,14 @@ def load_safetensors(
         if scale_leaves.is_scale(at):
             return scale_leaves.started(at, x)
         name = rename(_name(at, layout))
-        if name not in found:
-            there = ", ".join(sorted(found)[:4])
+        if name not in stored:
+            there = ", ".join(sorted(stored)[:4])
             raise ValueError(f"{path} must have a tensor for each param; {name} ({at}) is not among {there}, ...")
         left.discard(name)
-        value = found[name]
+        value = stored[name]
         if value.dtype in (_FP8, jnp.float8_e5m2):
             left.difference_update({f"{name}_scale", f"{name.rpartition('.')[0]}.input_scale".lstrip(".")})
-            scale = found.get(f"{name}_scale", np.zeros(0))
+            scale = stored.get(f"{name}_scale", np.zeros(0))
             by_axes = scale.ndim == value.ndim and all(
                 n in (1, m) for n, m in zip(scale.shape, value.shape, strict=True)
             )
@@ -246,15 +248,15 @@ def _in_file(path: pathlib.Path) -> dict[str, np.ndarray]:
             data = np.memmap(path, np.uint8, "r")
     except (library.SafetensorError, OSError) as e:
         raise ValueError(f"path must be a whole safetensors file, or a folder of them; got {path}: {e}") from e
-    begin, found = 8 + int(data[:8].view("<u8")[0]), {}
+    begin, tensors = 8 + int(data[:8].view("<u8")[0]), {}
     for name, x in json.loads(bytes(data[8:begin])).items():
         if name == "__metadata__":
             continue
         if x["dtype"] not in _READ:
             raise ValueError(f"tensors must be of {', '.join(_READ)}; {name} in {path} is {x['dtype']}.")
         start, end = (begin + at for at in x["data_offsets"])
-        found[name] = data[start:end].view(_READ[x["dtype"]]).reshape(x["shape"])
-    return found
+        tensors[name] = data[start:end].view(_READ[x["dtype"]]).reshape(x["shape"])
+    return tensors
 
 
 def _rounded(x: np.ndarray, dtype: Any) -> np.ndarray:

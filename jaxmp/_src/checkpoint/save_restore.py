@@ -117,8 +117,8 @@ def save(
       True
     """
     ocp = optional.load("orbax.checkpoint", extra="checkpoint")
-    given = {"params": ("params", params), "opt_state": ("state", opt_state)}
-    argument_kinds.check("save(manager, step, params=, opt_state=)", **given)
+    arguments = {"params": ("params", params), "opt_state": ("state", opt_state)}
+    argument_kinds.check("save(manager, step, params=, opt_state=)", **arguments)
     step, extra, newest = operator.index(step), _checked_extra(extra), manager.latest_step()
     if why_not := getattr(manager, "why_not", ""):
         raise ValueError(f"a step needs a manager that writes; got one of {manager.directory}, and {why_not}.")
@@ -223,11 +223,11 @@ def restore(
     optimizer = {} if tx is None else {"tx": ("optimizer", tx)}
     argument_kinds.check("restore(manager, tx, params=)", **optimizer, params=("params", params))
     extra, patterns, step = _checked_extra(extra), tree_paths.patterns_of(fresh), _step_of(manager, step)
-    given = params
+    described = params
     if layout is not None:  # arrays, or descriptions, on their devices, without padding
         is_described = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
         put = lambda x, place: _on(x, place) if is_described(x) else jax.device_put(x, place)  # noqa: E731
-        given = param_layout.trim(jax.tree.map(put, params, layout.shardings), layout)
+        described = param_layout.trim(jax.tree.map(put, params, layout.shardings), layout)
 
     # What is there, and what is wanted: both by name, before an array is read.
     record = _record(manager, step)
@@ -235,15 +235,17 @@ def restore(
     if record["digests"].keys() != {".".join(names) for names in raw}:
         raise _unreadable(manager, step, "its description has other leaves than were saved")
     keys = {names: record["keys"].get(".".join(names)) for names in raw}
-    like: dict[str, Any] = {"params": given, **extra}
+    like: dict[str, Any] = {"params": described, **extra}
     asked = {*like} if tx is None else {*like, "opt_state"}
     saved = {names: _on(x, None) for names, x in raw.items() if names[0] in asked}
     of_keys = {names: functools.partial(jax.random.wrap_key_data, impl=keys[names]) for names in saved if keys[names]}
     saved |= {names: jax.eval_shape(wrap, saved[names]) for names, wrap in of_keys.items()}
-    wide = jax.tree.map(lambda x: _on(x, None, jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else None), given)
-    same_layers, missing = record["fp8_scales"] == scale_leaves.paths_of(given), []
-    for start in (wide, given) if tx is not None else (given,):  # plain optax begins with either
-        like |= {} if tx is None else {"opt_state": _state_like(tx, start, given)}
+    wide = jax.tree.map(
+        lambda x: _on(x, None, jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else None), described
+    )
+    same_layers, missing = record["fp8_scales"] == scale_leaves.paths_of(described), []
+    for start in (wide, described) if tx is not None else (described,):  # plain optax begins with either
+        like |= {} if tx is None else {"opt_state": _state_like(tx, start, described)}
         wanted = tree_paths.leaves_by_names(like)
         refused, missing = _compared(saved, wanted, same_layers, patterns)
         if refused is None:
@@ -256,7 +258,7 @@ def restore(
         raise ValueError(f"a checkpoint must be of this model and this optimizer; {refused}.")
     if tx is not None and any(names[0] == "params" for names in missing):
         # A param that starts fresh has no state of before, also where a shape is the same by chance.
-        owners = {path: names for names, path in _paths("params", given).items()}
+        owners = {path: names for names, path in _paths("params", described).items()}
         owner = {n: shardings.owner_of(path, owners) for n, path in _paths("opt_state", like["opt_state"]).items()}
         missing += [n for n, path in owner.items() if path is not None and owners[path] in missing and n not in missing]
 
@@ -276,7 +278,7 @@ def restore(
 
     if tx is not None and any(names[0] == "opt_state" for names in missing):
         begun = jax.tree.map(
-            lambda x, s: x.astype(s.dtype), tree_paths.filled({"params": given}, values)["params"], start
+            lambda x, s: x.astype(s.dtype), tree_paths.filled({"params": described}, values)["params"], start
         )
         with warnings.catch_warnings(action="ignore"):
             state = tree_paths.leaves_by_names({"opt_state": jax.jit(tx.init)(begun)})
@@ -338,10 +340,10 @@ def _record(manager: Any, step: int) -> dict[str, Any]:
 
 
 def _read(manager: Any, step: int, read: Callable[[], Any]) -> Any:
-    found, why = tasks.first_error(read)
+    results, why = tasks.first_error(read)
     if why is not None:
         raise _unreadable(manager, step, why)
-    return found
+    return results
 
 
 def _unreadable(manager: Any, step: int, why: str) -> ValueError:

@@ -55,8 +55,8 @@ def largest_on_any_device(values: T, axes: tuple[str, ...]) -> T:
     # float32, so that XLA can merge it with other MAXes of float32
     local = [v.astype(jnp.float32) for v in jax.tree.leaves(values)]
     if axes and local:
-        found = max_over(jnp.stack(local), axes)
-        local = [found[i] for i in range(len(local))]
+        largest = max_over(jnp.stack(local), axes)
+        local = [largest[i] for i in range(len(local))]
     return jax.tree.unflatten(jax.tree.structure(values), local)
 
 

@@ -15,8 +15,8 @@ from jaxmp._src.devices import host_memory
 def of_leaves(leaves: Mapping[str, Any]) -> dict[str, int]:
     """The digests of arrays of jax or NumPy by name; all processes of a job call it."""
     is_wide = lambda x: isinstance(x, np.ndarray) and x.dtype.itemsize >= 8  # jax without x64 would shorten it  # noqa: E731
-    found = {name: _digest(tuple(_words(x)) if is_wide(x) else x) for name, x in leaves.items()}
-    return {name: int(x) for name, x in jax.device_get(found).items()}
+    digests = {name: _digest(tuple(_words(x)) if is_wide(x) else x) for name, x in leaves.items()}
+    return {name: int(x) for name, x in jax.device_get(digests).items()}
 
 
 @jax.jit

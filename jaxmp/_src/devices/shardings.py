@@ -57,10 +57,10 @@ def sharding_of(tx: optax.GradientTransformation, params: PyTree, shardings: PyT
     """
     _check_order(tx, params, shardings)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    given = by_param(params, shardings)
+    of_params = by_param(params, shardings)
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    owners = {keystr(path): (x.shape, given[tree_paths.path_str(path)]) for path, x in leaves}
-    mesh = next((s.mesh for s in given.values() if isinstance(s, NamedSharding)), None)
+    owners = {keystr(path): (x.shape, of_params[tree_paths.path_str(path)]) for path, x in leaves}
+    mesh = next((s.mesh for s in of_params.values() if isinstance(s, NamedSharding)), None)
 
     def place(path: Any, x: Any) -> Any:
         name = owner_of(keystr(path), owners)
@@ -109,12 +109,12 @@ def is_sharding(x: Any) -> bool:
 def owner_of(path: str, params: Iterable[str]) -> str | None:
     """The param that a leaf of an optimizer's state belongs to: the path of the leaf ends with it, fields aside."""
     # Paths as `jax.tree_util.keystr` writes them: so a field `.mu` of a state differs from a param `['mu']`.
-    best, found = (-1, -1), None
+    best, owner = (-1, -1), None
     for name in params:
         end = path.rfind(name) + len(name)
         if end >= len(name) and path[end : end + 1] in ("", ".", "[") and (end, len(name)) > best:
-            best, found = (end, len(name)), name
-    return found
+            best, owner = (end, len(name)), name
+    return owner
 
 
 def axes_of(spec: Iterable[Any]) -> tuple[str, ...]:
@@ -141,18 +141,22 @@ def by_param(params: PyTree, shardings: PyTree) -> dict[str, Any]:
                 f"shardings must be all NamedShardings or all PartitionSpecs; got {type(s).__name__} at {path}"
             )
     by_path = dict(prefix)
-    found: dict[str, Any] = {}
+    shardings_by_path: dict[str, Any] = {}
     for path, x in tree_paths.leaves_by_path(params).items():
         above = [path.rsplit("/", depth)[0] for depth in range(path.count("/") + 1)] + ["<root>"]
         sharding = next((by_path[a] for a in above if a in by_path), None)
         if sharding is None:
             raise ValueError(f"shardings must match the params; got none for {path}, of shape {x.shape}")
         _check_fits(path, x.shape, sharding)
-        found[path] = sharding
-    unused = [path for path in by_path if path != "<root>" and not any(f"{p}/".startswith(f"{path}/") for p in found)]
+        shardings_by_path[path] = sharding
+    unused = [
+        path
+        for path in by_path
+        if path != "<root>" and not any(f"{p}/".startswith(f"{path}/") for p in shardings_by_path)
+    ]
     if unused:
         raise ValueError(f"shardings must match the params; {unused[0]} is in shardings only")
-    return found
+    return shardings_by_path
 
 
 def _check_fits(path: str, shape: tuple[int, ...], sharding: Any) -> None:

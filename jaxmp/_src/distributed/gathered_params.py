@@ -61,8 +61,8 @@ def note(
 def lift(notes: ambient.Notes) -> None:
     """Repeats, where this is called, the notes that were made while a loss was differentiated."""
     here = compat.trace_state()
-    for found in notes.gathered_params:
-        _keep(found._replace(trace=here))
+    for note in notes.gathered_params:
+        _keep(note._replace(trace=here))
 
 
 def notes_of(tree: PyTree) -> list[GatheredParams]:
@@ -78,5 +78,5 @@ def _shapes(tree: PyTree) -> tuple[tuple[int, ...], ...]:
 
 def _keep(new: GatheredParams) -> None:
     notes = ambient.now().notes
-    others = [found for found in notes.gathered_params if found != new]
+    others = [note for note in notes.gathered_params if note != new]
     notes.gathered_params = [*others[1 - _MOST :], new]

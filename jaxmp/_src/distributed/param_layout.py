@@ -129,7 +129,7 @@ def layout_of(
     devices = mesh.shape[axis_name]
     whole = PartitionSpec() if specs is None else specs
     try:
-        given = jax.tree.broadcast(whole, params, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        whole_specs = jax.tree.broadcast(whole, params, is_leaf=lambda x: isinstance(x, PartitionSpec))
     except ValueError as e:
         raise ValueError(f"specs must be a tree of PartitionSpecs like the params, or a prefix: {e}") from e
 
@@ -151,7 +151,7 @@ def layout_of(
         padded = -(-shape[dim] // devices) * devices
         return Cut(PartitionSpec(*taken[:dim], axis_name, *taken[dim + 1 :]), shape, dim, padded)
 
-    return Layout(mesh, axis_name, tree_paths.map_with_path(cut, params, given))
+    return Layout(mesh, axis_name, tree_paths.map_with_path(cut, params, whole_specs))
 
 
 def pad(tree: PyTree, layout: Layout) -> PyTree:
@@ -232,10 +232,10 @@ def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout)
     cuts = {keystr(path): cut for path, cut in jax.tree_util.tree_leaves_with_path(layout.cuts)}
     if all(keystr(path) in cuts for path, _ in jax.tree_util.tree_leaves_with_path(tree)):
         return map_leaves(f, tree, layout)
-    found = False
+    holds_params = False
 
     def visit(path: Any, x: Any) -> Any:
-        nonlocal found
+        nonlocal holds_params
         owner = shardings_lib.owner_of(keystr(path), cuts)
         cut = None if owner is None else cuts[owner]
         if cut is not None and cut.dim is not None and jnp.ndim(x) == len(cut.shape) + 1:
@@ -243,9 +243,9 @@ def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout)
             shape = (jnp.shape(x)[0], *cut.shape)
             cut = Cut(PartitionSpec(None, *cut.spec), shape, cut.dim + 1, cut.padded)
         if cut is None or cut.dim is None or jnp.ndim(x) != len(cut.shape):
-            found |= cut is not None
+            holds_params |= cut is not None
             return x
-        found = True
+        holds_params = True
         in_8_bits = keystr(path).endswith((".codes", ".scales"))  # moments.Quantized
         if in_8_bits and not cut.padding:
             return x
@@ -257,7 +257,7 @@ def _map_inside(f: Callable[[str, Any, Cut], Any], tree: PyTree, layout: Layout)
         return f(tree_paths.path_str(path), x, cut)
 
     mapped = jax.tree_util.tree_map_with_path(visit, tree)
-    if not found:
+    if not holds_params:
         tree_paths.check_same_structure(tree, layout.cuts, "the tree", "the layout", _HOW_TO_MAKE_ONE)
     return mapped
 

@@ -125,16 +125,16 @@ def _warn_of_padding(
 
     try:
         with warnings.catch_warnings(action="ignore"):
-            found = parts.first_other_number(program(trims=False), program(trims=True))
+            reader = parts.first_other_number(program(trims=False), program(trims=True))
     except Exception:  # what the update needs is not known here
         return
-    if found is None:
+    if reader is None:
         return
     path, x = next((path, x) for path, x in tree_leaves_with_path(params) if keystr(path) in padding)
     axis, length = padding[keystr(path)]
     warn(
         "padding-counts",
-        f"an optimizer must not count padding; got {found.primitive.name}{jaxprs.place_of(found)}, which depends on "
+        f"an optimizer must not count padding; got {reader.primitive.name}{jaxprs.place_of(reader)}, which depends on "
         f"sizes of leaves as a mean does, and {tree_paths.path_str(path)}, of which {length} of {jnp.shape(x)[axis]} "
         f"along axis {axis} are no padding. Use an elementwise optimizer, or a larger min_size= of "
         f"jaxmp.fsdp.layout_of.",

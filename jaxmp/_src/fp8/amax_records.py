@@ -74,11 +74,11 @@ def observe(pairs: Sequence[tuple[Any, Any]]) -> Observed:
     are_records = [is_record(*pair) for pair in pairs]
     if all(are_records):  # a few operations for any number of leaves
         return read(jnp.concatenate([g.reshape(-1, SIZE) for g in gradients]))
-    found = [
+    observed = [
         read(g.reshape(-1, SIZE)) if its else Observed(g.ravel(), ~(g.ravel() <= 0), *jnp.zeros((2, g.size), bool))
         for g, its in zip(gradients, are_records, strict=True)
     ]
-    return Observed(*map(jnp.concatenate, zip(*found, strict=True)))
+    return Observed(*map(jnp.concatenate, zip(*observed, strict=True)))
 
 
 def not_finite_alike(gradients: PyTree, leaves: PyTree) -> list[Array]:
@@ -101,12 +101,12 @@ def read(records: Float[Array, "... 3"]) -> Observed:
     variance = s - m * m
     is_one = jnp.abs(variance) <= _ROUNDING * jnp.abs(s)
     largest = jnp.where(m > 0, jnp.square(s / m), s)
-    found = jnp.where(is_one, jnp.where(is_whole, s, _without_rounding(s)), jnp.maximum(largest, s))
+    largest_known = jnp.where(is_one, jnp.where(is_whole, s, _without_rounding(s)), jnp.maximum(largest, s))
     is_lost = (variance < -_NARROW_ROUNDING * s) | (jnp.abs(factor) > _LARGEST_WEIGHT) | (m < 0)
     is_lost |= jnp.abs(weight) < _SMALLEST_WEIGHT * _WEIGHT
     is_finite = jnp.isfinite(variance)
     # An overflow: inf and NaN stay, for the decision to skip and for the semantics of TransformerEngine.
-    amax = jnp.where(is_finite, jnp.where(is_lost, 0.0, found), s)
+    amax = jnp.where(is_finite, jnp.where(is_lost, 0.0, largest_known), s)
     is_spoiled = is_used & is_finite & (is_lost | ~is_one)
     return Observed(jnp.where(is_used, amax, 0.0), is_used, is_spoiled, jnp.ones(is_used.shape, bool))
 

@@ -117,14 +117,14 @@ class BlockRecipe(Recipe):
                 return Cast({name: Operand(blocks, _AXES[role][name]) for name in products})
             backward = role == "grad"
             keys = self._keys(seed) if backward and self.rounds_at_random else {}
-            found = {}
+            operands = {}
             for name in products:
                 axis = _AXES[role][name]
                 moved = 2 if self.sums_last else axis
                 y = self.before_wgrad(x) if name == "wgrad" else x
                 y = jnp.moveaxis(y, axis, moved)
-                found[name] = Operand(self.stored(y, (moved,), backward=backward, key=keys.get(name)), moved)
-            return Cast(found)
+                operands[name] = Operand(self.stored(y, (moved,), backward=backward, key=keys.get(name)), moved)
+            return Cast(operands)
 
     def _keys(self, seed: Array | None) -> dict[str, Array]:
         """One key for each cast of a gradient."""

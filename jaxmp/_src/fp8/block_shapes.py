@@ -36,9 +36,9 @@ def blocked_axes(x: Any, axis: int | tuple[int, ...]) -> tuple[int, ...]:
     if not casting.is_float(x):
         got = getattr(x, "dtype", type(x).__name__)
         raise TypeError(f"quantize takes an array of floats of 16 bits or more; got {got}. Cast it to float32 first.")
-    given = axis if isinstance(axis, tuple) else (axis,)
-    axes = {i % x.ndim for i in given if -x.ndim <= i < x.ndim}
-    if len(axes) != len(given) or len(given) not in (1, 2):
+    axis_tuple = axis if isinstance(axis, tuple) else (axis,)
+    axes = {i % x.ndim for i in axis_tuple if -x.ndim <= i < x.ndim}
+    if len(axes) != len(axis_tuple) or len(axis_tuple) not in (1, 2):
         raise ValueError(f"axis is one axis of x, or two different ones; got {axis!r} for x of shape {x.shape}")
     return tuple(sorted(axes))
 

@@ -70,7 +70,7 @@ class _Fp8Blocks(BlockRecipe):
         scale_inv = jnp.where(overflowed, jnp.array(jnp.nan, scale_inv.dtype), scale_inv)
         return Blocks(*remat.named(lax.optimization_barrier((q, scale_inv))))
 
-    def _scales(self, amax: Float[Array, "..."], dtype: Any, given: Any) -> tuple[Array, Array]:
+    def _scales(self, amax: Float[Array, "..."], dtype: Any, input_dtype: Any) -> tuple[Array, Array]:
         """(scale in float32, scale_inv as it is stored) of blocks, for a cast to `dtype` of a tensor in `given`."""
         raise NotImplementedError
 
@@ -108,9 +108,9 @@ class _Fp8Blocks(BlockRecipe):
           (8, 2, 16)
         """
         blocked = block_shapes.blocked_axes(x, axis)
-        dtype, given = self.dtype(backward=backward), x.dtype
+        dtype, input_dtype = self.dtype(backward=backward), x.dtype
         x = casting.widened(x)
-        scale, scale_inv = self._scales(block_shapes.block_amax(x, blocked, self.block_size), dtype, given)
+        scale, scale_inv = self._scales(block_shapes.block_amax(x, blocked, self.block_size), dtype, input_dtype)
         q = casting.saturating_cast(float_bits.product(x, block_shapes.spread(scale, x.shape, self.block_size)), dtype)
         return Blocks(q, scale_inv)
 
@@ -159,9 +159,9 @@ class _Float32Scales(_Fp8Blocks):
     def exact_dtype(self) -> Any:
         return jnp.bfloat16 if self.power_of_two else jnp.float32
 
-    def _scales(self, amax: Float[Array, "..."], dtype: Any, given: Any) -> tuple[Array, Array]:
+    def _scales(self, amax: Float[Array, "..."], dtype: Any, input_dtype: Any) -> tuple[Array, Array]:
         # A quotient that is inf becomes the largest number of the dtype of x, as in TransformerEngine.
-        overflow = min(float(jnp.finfo(given).max), float(np.finfo(np.float32).max))
+        overflow = min(float(jnp.finfo(input_dtype).max), float(np.finfo(np.float32).max))
         scale = scale_equations.current_scale(
             amax, dtype, power_of_two=self.power_of_two, amax_epsilon=self.amax_epsilon, overflow=overflow
         )
@@ -272,8 +272,8 @@ class MXFP8(_Fp8Blocks):
     has_hardware: ClassVar[bool] = True
     _scale_inv_dtype: ClassVar[Any] = jnp.float8_e8m0fnu
 
-    def _scales(self, amax: Float[Array, "..."], dtype: Any, given: Any) -> tuple[Array, Array]:
-        del given
+    def _scales(self, amax: Float[Array, "..."], dtype: Any, input_dtype: Any) -> tuple[Array, Array]:
+        del input_dtype
         byte = e8m0_from_amax(amax, float(jnp.finfo(dtype).max))
         return _float_of_e8m0(254 - byte), lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu)  # 1 / 2^(b - 127)
 

@@ -96,8 +96,8 @@ def by_leaf(gemm: Gemm, tensor: Tensor, products: Sequence[str]) -> Cast:
         # A leaf that all devices share gets the MAX here if a shard_map is differentiated from outside.
         amax = collectives.max_over(amax, tuple(compat.varying_axes(amax) - compat.varying_axes(leaf)))
     whole = Quantized(values, inv_scale, transposed)
-    kept = whole if role == "grad" else _kept(gemm, role, whole)
-    of = {name: whole if name == "fprop" else kept for name in products}
+    saved = whole if role == "grad" else _kept(gemm, role, whole)
+    of = {name: whole if name == "fprop" else saved for name in products}
     return Cast(of, lax.convert_element_type(amax, leaf.dtype), sums)
 
 
@@ -156,8 +156,8 @@ def _both_forms(plan: passes.Pass) -> Callable[..., Any]:
     def by_xla(x: Array, *others: Array) -> list[Array]:
         y, scale = casting.widened(x), others[-1]
         q = quantize_lib.stored(quantize_lib.quantize(y, scale, plan.dtype))
-        found = [q, reference.transpose(q, plan.rows), quantize_lib.observe(y, scale)]
-        return [*found, reference.sums_over_rows(y, plan.rows)] if plan.sums else found
+        results = [q, reference.transpose(q, plan.rows), quantize_lib.observe(y, scale)]
+        return [*results, reference.sums_over_rows(y, plan.rows)] if plan.sums else results
 
     @jax.custom_batching.custom_vmap
     def both(x: Array, *others: Array) -> list[Array]:

@@ -101,7 +101,7 @@ class Rule:
         chosen = self.filter(path, layer) if callable(self.filter) else tree_paths.matches(path, self.filter)
         return None if chosen else "filter"
 
-    def warn(self, found: Iterable[tuple[str, str | None, bool]], *, idle_only: bool = False, see: str = "") -> None:
+    def warn(self, layers: Iterable[tuple[str, str | None, bool]], *, idle_only: bool = False, see: str = "") -> None:
         """Warns of patterns that fit no layer that can run in fp8, else of a model in which none runs in fp8.
 
         Args:
@@ -110,14 +110,14 @@ class Rule:
           idle_only: whether something else runs in fp8, or another warning says that nothing does.
           see: what shows the user more.
         """
-        found = list(found)
-        paths = [path for path, _, can in found if can]
+        layers = list(layers)
+        paths = [path for path, _, can in layers if can]
         patterns = () if self.filter is None or callable(self.filter) else self.filter
         idle = tree_paths.warn_of_idle(f"{self.function}(filter=)", patterns, paths, of="layer")
         scale_leaves.warn_of_idle(f"{self.function}(recipe)", self.recipe, paths, of="layer")
-        if idle or idle_only or self.filter == () or any(why is None for _, why, _ in found):
+        if idle or idle_only or self.filter == () or any(why is None for _, why, _ in layers):
             return
-        reasons = list(dict.fromkeys(f"{path or '(top)'}: {why}" for path, why, _ in found))
+        reasons = list(dict.fromkeys(f"{path or '(top)'}: {why}" for path, why, _ in layers))
         shown = "; ".join([*reasons[:4], *(["..."] if len(reasons) > 4 else [])]) or "it has no matmul with weights"
         advice = " Pass filter=lambda path, layer: True." if paths else ""
         warn(

@@ -144,27 +144,27 @@ def find(h: Array, summed: Sequence[int]) -> FusedCast | None:
         return held, next(i for i, y in enumerate(held) if y is x)
 
     def operand(x: Any) -> Any:
-        if (found := known.get(x)) is None:
+        if (fused := known.get(x)) is None:
             looks.append(x)
             if len(looks) > _MOST_LOOKS:
                 raise _NotFound
-            found = of_array(x)
-            known.set(x, found)
-        return found
+            fused = of_array(x)
+            known.set(x, fused)
+        return fused
 
     def of_array(x: Any) -> Any:
         if (constant := compat.literal_of(x)) is not None:
             return _number(constant)
-        made = compat.equation_of(x)
-        if (vector := _along_columns(x, made, h.shape)) is not None:
+        origin = compat.equation_of(x)
+        if (vector := _along_columns(x, origin, h.shape)) is not None:
             return argument(columns, vector)
-        if (product := _product(x, made)) is not None:
+        if (product := _product(x, origin)) is not None:
             if product.shape != h.shape or product.dtype not in passes.DTYPES:
                 raise _NotFound
             return argument(tensors, product)
-        if made is None:
+        if origin is None:
             raise _NotFound
-        return result(*made, operand)
+        return result(*origin, operand)
 
     def result(eqn: Any, place: int, operand_of: Callable[[Any], Any]) -> Any:
         """Result number `place` of an equation; of a call, only what makes this result is looked at."""
@@ -221,35 +221,35 @@ def _number(x: Any) -> float:
     return float(x)
 
 
-def _product(x: Any, made: Any) -> Any:
+def _product(x: Any, origin: Any) -> Any:
     """The result of a matmul that `x` is, in the narrowest dtype on the way; None of another array."""
-    if made is None:
+    if origin is None:
         return None
-    name, params = made[0].primitive.name, made[0].params
+    name, params = origin[0].primitive.name, origin[0].params
     if name in ("dot_general", vmap_rules.NAME) or (name == "name" and params["name"] == PRODUCT):
         return x
     if name not in _SAME_NUMBERS and name != "reshape":
         return None
-    before = made[0].invars[0]
+    before = origin[0].invars[0]
     earlier = _product(before, compat.equation_of(before))
     if earlier is None or (earlier.shape == x.shape and earlier.dtype.itemsize <= x.dtype.itemsize):
         return earlier
     return x
 
 
-def _along_columns(x: Any, made: Any, shape: tuple[int, ...]) -> Any:
+def _along_columns(x: Any, origin: Any, shape: tuple[int, ...]) -> Any:
     """The vector that `x` repeats along all axes of `shape` but the last; None if it does not."""
     if x.shape not in (shape, (*[1] * (len(shape) - 1), shape[-1])) or math.prod(shape[:-1]) == 1:
         return None
     while x.size != shape[-1]:
-        if made is None or made[0].primitive.name not in _SAME_NUMBERS | {"broadcast_in_dim", "reshape"}:
+        if origin is None or origin[0].primitive.name not in _SAME_NUMBERS | {"broadcast_in_dim", "reshape"}:
             return None
-        before = made[0].invars[0]
+        before = origin[0].invars[0]
         keeps_columns = before.ndim > 0 and before.shape[-1] == shape[-1]
-        if made[0].primitive.name == "broadcast_in_dim":
-            keeps_columns = keeps_columns and made[0].params["broadcast_dimensions"][-1] == x.ndim - 1
+        if origin[0].primitive.name == "broadcast_in_dim":
+            keeps_columns = keeps_columns and origin[0].params["broadcast_dimensions"][-1] == x.ndim - 1
         rounds = not jnp.issubdtype(before.dtype, jnp.floating) or before.dtype.itemsize > x.dtype.itemsize
         if not keeps_columns or rounds:
             return None
-        x, made = before, compat.equation_of(before)
+        x, origin = before, compat.equation_of(before)
     return x if x.shape[-1:] == shape[-1:] and jnp.issubdtype(x.dtype, jnp.floating) else None

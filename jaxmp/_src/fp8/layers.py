@@ -85,8 +85,8 @@ def ragged_dot(
     """The product of a layer of experts: in fp8 if fp8 is on, else in the dtype of its result."""
     scales = matmul.Scales(*leaves) if leaves else None
     if is_enabled():
-        given = {"recipe": recipe, "scales": scales, "preferred_element_type": preferred_element_type}
-        return ragged_matmul.ragged_dot(lhs, rhs, group_sizes, **given)
+        options = {"recipe": recipe, "scales": scales, "preferred_element_type": preferred_element_type}
+        return ragged_matmul.ragged_dot(lhs, rhs, group_sizes, **options)
     matmul.note_use()
     return ragged_matmul.plain_ragged_dot(lhs, rhs, group_sizes, preferred_element_type)
 
@@ -132,8 +132,8 @@ class _Promotion:
         return self.promote(*args, **kwargs)
 
 
-def promotion(given: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
+def promotion(own: Callable[..., Any], default: Callable[..., Any]) -> Callable[..., Any]:
     """The `promote_dtype=` of a layer in fp8: the user's own, or `promote_all_but_kernel` in place of flax's."""
-    if given is default:
+    if own is default:
         return promote_all_but_kernel
-    return given if getattr(given, "is_in_fp8", False) else _Promotion(given)
+    return own if getattr(own, "is_in_fp8", False) else _Promotion(own)

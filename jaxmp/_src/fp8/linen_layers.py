@@ -366,8 +366,8 @@ def _bias_of(base: Any, module: Any) -> Array | None:
 def _as(cls: Any, module: Any, **fields: Any) -> Any:
     """A module of another class with the same attributes, in the same scope."""
     own = {f.name for f in dataclasses.fields(cls)} - {"parent", "name"}
-    given = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name in own}
-    return cls(**given, **fields, parent=module.scope)
+    own_fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name in own}
+    return cls(**own_fields, **fields, parent=module.scope)
 
 
 def _filled(key: Array, value: float) -> Float[Array, ""]:
@@ -428,5 +428,5 @@ def region(rule: chosen_layers.Rule, *, enabled: bool, idle_only: bool) -> Itera
     ):
         yield
     if interceptor.has_run and interceptor.seen:  # a method of a model may call some layers only
-        found = ((path, *seen) for path, seen in interceptor.seen.items())
-        rule.warn(found, idle_only=idle_only or interceptor.has_fp8)
+        asked_layers = ((path, *seen) for path, seen in interceptor.seen.items())
+        rule.warn(asked_layers, idle_only=idle_only or interceptor.has_fp8)

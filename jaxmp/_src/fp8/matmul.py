@@ -234,8 +234,8 @@ class _Product(NamedTuple):
         """
         *operands, fused = jax.tree.unflatten(self.treedef, arrays)
         if fused is not None:
-            kept, treedef = jax.tree.flatten((*operands, None))
-            return self._replace(treedef=treedef).vmapped(size, kept, batched[: len(kept)])
+            leaves, treedef = jax.tree.flatten((*operands, None))
+            return self._replace(treedef=treedef).vmapped(size, leaves, batched[: len(leaves)])
         if any(batched[1:]) or self.gemm.out_sharding is not None:
             return self._replace(members=(*self.members, tuple(batched))).call(*arrays), 0
         around = sum(level[0] for level in self.members)  # axes of lhs
@@ -326,23 +326,23 @@ def _forward(
     y = gemms.multiplied(gemms.fprop(gemm), x.of["fprop"], w.of["fprop"], recipe.multiply)
     kept_x = x.of["wgrad"] if recipe.wgrad is None else lhs
     kept_w = w.of["dgrad"] if recipe.dgrad is None else rhs
-    kept = remat.packed((kept_x, kept_w, x.amax, w.amax, grad_leaf, seed))
-    return checkpoint_name(y, fused_casts.PRODUCT), kept
+    residuals = remat.packed((kept_x, kept_w, x.amax, w.amax, grad_leaf, seed))
+    return checkpoint_name(y, fused_casts.PRODUCT), residuals
 
 
-def _backward(gemm: Gemm, kept: Any, grad: Array) -> tuple[Any, ...]:
+def _backward(gemm: Gemm, residuals: Any, grad: Array) -> tuple[Any, ...]:
     """dx and dw; the amaxes, and the gradient of a bias."""
     summed = gemms.dgrad(gemm).contract[0]
     fused = fused_casts.find(grad, summed) if gemm.recipe.has_state and not gemm.batch[0] else None
-    *found, d_bias = _gradients(gemm, kept, grad, fused)
-    seed = kept[-1]
-    return *found, d_bias, None if seed is None else np.zeros(seed.shape, jax.dtypes.float0), None
+    *gradients, d_bias = _gradients(gemm, residuals, grad, fused)
+    seed = residuals[-1]
+    return *gradients, d_bias, None if seed is None else np.zeros(seed.shape, jax.dtypes.float0), None
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=compat.WRITTEN_OUT)
-def _gradients(gemm: Gemm, kept: Any, grad: Array, fused: Any) -> tuple[Any, ...]:
+def _gradients(gemm: Gemm, residuals: Any, grad: Array, fused: Any) -> tuple[Any, ...]:
     recipe, grad = gemm.recipe, once(grad)
-    x, w, lhs_amax, rhs_amax, leaf, seed = remat.unpacked(kept)
+    x, w, lhs_amax, rhs_amax, leaf, seed = remat.unpacked(residuals)
     dgrad, wgrad = gemms.dgrad(gemm), gemms.wgrad(gemm)
     if narrow := recipe.narrow("grad"):
         g = recipe.cast(gemm, Tensor("grad", grad, leaf, fused, seed), narrow)
@@ -417,12 +417,12 @@ def _explicit_shardings(*operands: Array) -> list[NamedSharding | None]:
 
     An operand that was not put on the mesh of another is on all of its devices.
     """
-    found = [jax.typeof(x).sharding if shardings.is_explicit(x) else None for x in operands]
-    mesh = next((sharding.mesh for sharding in found if sharding is not None), None)
+    of_operands = [jax.typeof(x).sharding if shardings.is_explicit(x) else None for x in operands]
+    mesh = next((sharding.mesh for sharding in of_operands if sharding is not None), None)
     if mesh is None:
-        return found
+        return of_operands
     whole = (NamedSharding(mesh, PartitionSpec(*[None] * x.ndim)) for x in operands)
-    return [w if own is None else own for own, w in zip(found, whole, strict=True)]
+    return [w if own is None else own for own, w in zip(of_operands, whole, strict=True)]
 
 
 def plain_dot_general(

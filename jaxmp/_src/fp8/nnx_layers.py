@@ -209,11 +209,11 @@ class _BiasToProduct:
     promote: Callable[..., Any]
     is_in_fp8: ClassVar[bool] = True
 
-    def __call__(self, given: tuple[Any, Any, Any], **kwargs: Any) -> Any:
-        inputs, kernel, promoted = self.promote(given, **kwargs)
+    def __call__(self, arrays: tuple[Any, Any, Any], **kwargs: Any) -> Any:
+        inputs, kernel, promoted = self.promote(arrays, **kwargs)
         if promoted is None:
             return inputs, kernel, promoted
-        return inputs, KernelAndBiasForFp8DotGeneral(kernel, given[2]), jnp.zeros_like(promoted)
+        return inputs, KernelAndBiasForFp8DotGeneral(kernel, arrays[2]), jnp.zeros_like(promoted)
 
 
 class _Kind(NamedTuple):
@@ -271,7 +271,7 @@ def to_fp8(
     rule = chosen_layers.Rule("jaxmp.nnx.to_fp8", recipe, filter)
     modules = _modules_in_order(model)
     ends = _ends_of(modules) if filter is None else {}
-    found: list[tuple[str, str | None, bool]] = []
+    layers: list[tuple[str, str | None, bool]] = []
     converted, refused = [], False
     for path, layer in modules:
         kind = _kind_of(layer)
@@ -284,7 +284,7 @@ def to_fp8(
         elif why_not is None and not _is_plain(layer):
             why_not = "it has a product of its own"
         if isinstance(layer, _WITH_WEIGHTS):
-            found.append((path, why_not, kind is not None))
+            layers.append((path, why_not, kind is not None))
         if kind is None or why_not is not None:
             continue
         if reason := _why_not(layer, kind):
@@ -296,7 +296,7 @@ def to_fp8(
         layer.promote_dtype = _BiasToProduct(promote) if _only_adds_its_bias(layer) else promote
         converted.append(path)
     has_own = any(isinstance(module, Fp8DotGeneral) for _, module in modules)
-    rule.warn(found, idle_only=not found or (has_own and not refused))
+    rule.warn(layers, idle_only=not layers or (has_own and not refused))
     return converted
 
 
@@ -313,8 +313,8 @@ def _kind_of(layer: Any) -> _Kind | None:
     """How a layer can run in fp8; None if it cannot."""
     if isinstance(layer, nnx.Conv):
         size = (layer.kernel_size,) if isinstance(layer.kernel_size, int) else layer.kernel_size
-        given = (layer.padding, layer.input_dilation, layer.feature_group_count)
-        return _KINDS[nnx.Conv] if convolutions.is_matmul(size, *given) else None
+        options = (layer.padding, layer.input_dilation, layer.feature_group_count)
+        return _KINDS[nnx.Conv] if convolutions.is_matmul(size, *options) else None
     return next((kind for cls, kind in _KINDS.items() if isinstance(layer, cls)), None)
 
 
@@ -387,14 +387,14 @@ def _stack_of(path: str, layer: Any) -> tuple[int, ...]:
 def _modules_in_order(model: nnx.Module) -> list[tuple[str, Any]]:
     """Paths and modules of `model` and below, in the order in which attributes were set, each module once."""
     seen = by_identity.ByIdentity()
-    found: list[tuple[str, Any]] = []
+    modules: list[tuple[str, Any]] = []
 
     def walk(node: Any, path: tuple[str, ...]) -> None:
         if isinstance(node, nnx.Module):
             if seen.get(node):
                 return
             seen.set(node, True)
-            found.append(("/".join(path), node))
+            modules.append(("/".join(path), node))
         if isinstance(node, nnx.Variable) or not isinstance(node, (nnx.Module, list, tuple, dict)):
             return
         if isinstance(node, dict):
@@ -408,4 +408,4 @@ def _modules_in_order(model: nnx.Module) -> list[tuple[str, Any]]:
                 walk(child, (*path, str(name)))
 
     walk(model, ())
-    return found
+    return modules

@@ -124,8 +124,8 @@ def _forward(gemm: Gemm, lhs: Array, rhs: Array, group_sizes: Array, scales: Sca
     return y, (remat.packed((x_q, w_q)), group_sizes, x.amax, w.amax, grad_leaf)
 
 
-def _backward(gemm: Gemm, kept: Any, grad: Array) -> tuple[Any, ...]:
-    quantized, group_sizes, lhs_amax, rhs_amax, leaf = kept
+def _backward(gemm: Gemm, residuals: Any, grad: Array) -> tuple[Any, ...]:
+    quantized, group_sizes, lhs_amax, rhs_amax, leaf = residuals
     x_q, w_q = remat.unpacked(quantized)
     g = gemm.recipe.cast(gemm, Tensor("grad", once(_in_groups(grad, group_sizes)), leaf), ("dgrad", "wgrad"))
     g_q = g.of["dgrad"]

@@ -152,23 +152,23 @@ def with_scales(params: PyTree, fresh: PyTree) -> PyTree:
       >>> with_scales({"w": jnp.ones(1)}, fresh)
       {'dot': {'fp8_rhs_e4m3_log2_scale': Array(3., dtype=float32)}, 'w': Array([1.], dtype=float32)}
     """
-    given = tree_paths.leaves_by_path(params)
+    by_path = tree_paths.leaves_by_path(params)
     wanted = tree_paths.leaves_by_path(fresh)
-    one_sided = [path for path in wanted if path not in given and not is_scale(path)]
-    one_sided += [path for path in given if path not in wanted]
+    one_sided = [path for path in wanted if path not in by_path and not is_scale(path)]
+    one_sided += [path for path in by_path if path not in wanted]
     if one_sided:
         where = "fresh" if one_sided[0] in wanted else "params"
         raise ValueError(
             f"with_scales(params, fresh): both must hold the weights of one model; {one_sided[0]} is in {where} only."
         )
-    return tree_paths.map_with_path(lambda path, x: given.get(path, x), fresh)
+    return tree_paths.map_with_path(lambda path, x: by_path.get(path, x), fresh)
 
 
 def format_of(path: str) -> tuple[bool, Any, bool]:
     """(belongs to a gradient, fp8 dtype, holds log2) of the scale leaf at `path`."""
-    found = _NAME.fullmatch(path)
-    assert found is not None  # each caller has asked `is_scale`
-    operand, fp8_format, kind = found.groups()
+    match = _NAME.fullmatch(path)
+    assert match is not None  # each caller has asked `is_scale`
+    operand, fp8_format, kind = match.groups()
     return operand == "grad", formats.DTYPES[fp8_format], kind == "log2_scale"
 
 
@@ -280,9 +280,9 @@ def max_of_scales(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> PyTre
     def gather(path: str, amax: Array, param: Array, *, is_gradient: bool) -> Array:
         if format_of(path)[0] == is_gradient:
             shared = tuple(a for a in axes if a not in compat.varying_axes(param))
-            found = flat.setdefault(shared, [])
-            slots[path] = shared, sum(x.size for x in found)
-            found.append(jnp.ravel(amax))
+            leaves = flat.setdefault(shared, [])
+            slots[path] = shared, sum(x.size for x in leaves)
+            leaves.append(jnp.ravel(amax))
         return amax
 
     for is_gradient in (False, True):

@@ -159,9 +159,9 @@ def stream_updates(
         leaves, (new, static) = windows.run(update, updates, state, params, window_bytes=int(window_bytes))
         return jax.tree.unflatten(static.value, leaves), new
 
-    made = optimizers.Streaming(plain.init, update_fn)
-    made.plain, made.window_bytes = plain, int(window_bytes)
-    return made
+    transform = optimizers.Streaming(plain.init, update_fn)
+    transform.plain, transform.window_bytes = plain, int(window_bytes)
+    return transform
 
 
 @jax.tree_util.register_static

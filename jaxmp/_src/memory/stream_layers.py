@@ -105,12 +105,12 @@ def stream_layers(
             part = jax.checkpoint(compute, policy=policy)
             return lax.map(lambda x: part(layers, x), x)
 
-        kept = jax.checkpoint(one_slice, policy=policy)
+        checkpointed = jax.checkpoint(one_slice, policy=policy)
 
         def body(x: PyTree, host_layers: PyTree) -> tuple[PyTree, None]:
             if offload_activations:
                 x = jax.tree.map(lambda x: _float_to_host(x) if casting.is_float(x) else host_memory.to_host(x), x)
-            return kept(host_layers, x), None
+            return checkpointed(host_layers, x), None
 
         cut = jax.tree.map(lambda p: p.reshape(slices, layers // slices, *p.shape[1:]), params)
         if num_microbatches > 1:

@@ -91,7 +91,7 @@ def watch_activations(
             return patterns.first(path) is not None
 
         wanted = filter if filter is None or callable(filter) else fits
-        out, found = taps.collect(fn, measure, wanted)(*args, **kwargs)
+        out, tapped = taps.collect(fn, measure, wanted)(*args, **kwargs)
         warned = patterns.warn_of_idle()
         if filter is not None and not tensors and not warned:
             warn(
@@ -101,7 +101,7 @@ def watch_activations(
 
         def over_iterations(path: str) -> LeafCounts:
             """The counts of a module that ran in a scan, which have a leading axis, as those of one tensor."""
-            ranks, extremes = found[path]
+            ranks, extremes = tapped[path]
             ranks = jnp.sum(ranks.reshape(-1, ranks.shape[-1]), axis=0, dtype=ranks.dtype)
             return ranks, jnp.max(extremes.reshape(-1, extremes.shape[-1]), axis=0)
 

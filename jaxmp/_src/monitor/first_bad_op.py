@@ -244,10 +244,10 @@ class _Walker:
         worst = max(_severities(operands), default=0)
         if any(taint and _is_no_float(x) for x, taint in zip(operands, tainted, strict=True)):
             worst = 2  # a float of which the bits came
-        found = []
+        taints = []
         for i, severity in enumerate(severities):
             if not severity or inner[i]:
-                found.append(inner[i] if severity or _is_no_float(results[i]) else _NONE)
+                taints.append(inner[i] if severity or _is_no_float(results[i]) else _NONE)
                 continue
             bad = ~jnp.isfinite(nonfinite.as_wide(results[i]))
             rank = 0 if not worst else 1 if severity > worst else 2
@@ -272,10 +272,10 @@ class _Walker:
                     float32_amax=_float32_amax(eqn, operands, i),
                     note=_COMPILED if is_entered else _NOTES.get(rank, ""),
                 )
-                found.append(inherited | self.add(origin, rank))
+                taints.append(inherited | self.add(origin, rank))
             else:
-                found.append(inherited)
-        return found
+                taints.append(inherited)
+        return taints
 
     def inside(self, eqn: Any, operands: list[Any], tainted: list[Taint], place: _Place) -> list[Taint]:
         """The taints of the results of an equation that calls, branches or loops."""
@@ -294,10 +294,10 @@ class _Walker:
         turn = functools.partial(self.turn, body, jax.jit(jaxprs.jaxpr_as_function(body.jaxpr, body.consts)), [])
         for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
             values = [*consts, *carry, *(x[i] for x in scanned)]
-            given = _of_bad(values, [*of_consts, *taints, *of_scanned])
-            results, found = turn(values, given, place._replace(iterations=(*place.iterations, i)))
-            carry, taints = results[:n], found[:n]
-            stacked = [a | b for a, b in zip(stacked, found[n:], strict=True)]
+            of_inputs = _of_bad(values, [*of_consts, *taints, *of_scanned])
+            results, of_results = turn(values, of_inputs, place._replace(iterations=(*place.iterations, i)))
+            carry, taints = results[:n], of_results[:n]
+            stacked = [a | b for a, b in zip(stacked, of_results[n:], strict=True)]
         return [*taints, *stacked]
 
     def loop(self, functions: Any, operands: list[Any], tainted: list[Taint], place: _Place) -> list[Taint]:
@@ -313,10 +313,10 @@ class _Walker:
 
         i = 0
         while np.any(going_on := holds(*of_test, *carry)[0]):
-            values, given = [*consts, *carry], [*of_consts, *taints]
+            values, of_values = [*consts, *carry], [*of_consts, *taints]
             compiled = functools.partial(next_carry, going_on)
             at = place._replace(iterations=(*place.iterations, i))
-            carry, taints = self.turn(body, compiled, walks, values, given, at)
+            carry, taints = self.turn(body, compiled, walks, values, of_values, at)
             i += 1
         return taints
 

@@ -51,16 +51,16 @@ class LiveMonitor(Monitor):
         self, step: int, metrics: dict[str, Any], *, loss: Any = None, stats: StepStats | None = None
     ) -> list[Finding]:
         """As `Monitor.update`; then draws, if `every` seconds are over."""
-        found = super().update(step, metrics, loss=loss, stats=stats)
+        findings = super().update(step, metrics, loss=loss, stats=stats)
         if time.perf_counter() - self._drawn_at >= self._every:
             self._draw()
-        return found
+        return findings
 
     def finish(self) -> list[Finding]:
         """As `Monitor.finish`; then draws the last steps."""
-        found = super().finish()
+        findings = super().finish()
         self._draw()
-        return found
+        return findings
 
     def _draw(self) -> None:
         if not self.steps or self.steps[-1] is self._drawn or not _in_notebook():

@@ -132,17 +132,17 @@ class Monitor:
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((step, dict(metrics), loss, stats))):
             raise TypeError("Monitor.update must be outside of jit; got a traced value. Return it from the step first.")
         self._waiting.append((step, (dict(metrics) | ({} if loss is None else {"loss": loss}), stats)))
-        found = []
+        findings = []
         while len(self._waiting) > self._lag:
-            found += self._read(*self._waiting.popleft())
-        return found
+            findings += self._read(*self._waiting.popleft())
+        return findings
 
     def finish(self) -> list[Finding]:
         """Reads the steps that are still in flight, and returns new findings. Call it at the end of a run."""
-        found = []
+        findings = []
         while self._waiting:
-            found += self._read(*self._waiting.popleft())
-        return found
+            findings += self._read(*self._waiting.popleft())
+        return findings
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes the steps that are kept to a CSV file, with one column for each metric."""
@@ -168,7 +168,7 @@ class Monitor:
         patience = self._patience
         if not self.steps or is_skipped:
             self._level = max(self._level, row.get("loss_scale", 1.0))
-        found = [
+        findings = [
             *rules.stuck_scale(step, row, patience, self._level),
             *rules.fp8_gradients(step, row),
             *self._losses.take(step, row, patience),
@@ -191,16 +191,16 @@ class Monitor:
             times = Counter(key for seen in self._suspected for key in seen)
             # What the forward pass makes infinite, no loss scale repairs: once is enough.
             is_sure = lambda s: s.kind == "overflow" and s.path.startswith("activations/")  # noqa: E731
-            found += [s for s in suspicions if times[s.kind, s.path] >= patience or is_sure(s)]
+            findings += [s for s in suspicions if times[s.kind, s.path] >= patience or is_sure(s)]
             self.samples.append((step, sample._replace(probes={})))  # probes are most of the bytes, and were compared
         self.steps.append(row)
         self._skipped.append(is_skipped)
         overflows = Counter(path for seen in self._suspected for kind, path in seen if kind == "overflow")
         suspect = max(overflows, key=overflows.__getitem__, default="")
         is_full = len(self._skipped) == self._skipped.maxlen
-        found += rules.skips(step, list(self._skipped), is_full, is_pinned, self._skip_ratio, suspect)
+        findings += rules.skips(step, list(self._skipped), is_full, is_pinned, self._skip_ratio, suspect)
         known = {(old.kind, old.path) for old in self.findings}
-        new = [f for f in found if (f.kind, f.path) not in known]
+        new = [f for f in findings if (f.kind, f.path) not in known]
         self.findings += new
         for finding in new if self._warn else ():
             warn("monitor-finding", str(finding), MonitorWarning)

@@ -67,7 +67,7 @@ def first_nonfinite(tree: Any) -> NonFinite | None:
       >>> first_nonfinite({"a": jnp.ones(3)}) is None
       True
     """
-    found: list[tuple[str, Any, list[tuple[Any, tuple[int, ...], Any]]]] = []
+    bad_leaves: list[tuple[str, Any, list[tuple[Any, tuple[int, ...], Any]]]] = []
     leaves = array_functions.leaves_of(tree)
     for path, x in zip(leaves.paths, leaves.values, strict=True):
         if isinstance(x, Tracer | jax.ShapeDtypeStruct):
@@ -86,9 +86,9 @@ def first_nonfinite(tree: Any) -> NonFinite | None:
             parts = [(s.data, tuple(cut.start or 0 for cut in s.index)) for s in x.addressable_shards]
         if not isinstance(x, jax.Array) or host_memory.is_on_host(x):
             parts = [(np.asarray(part), at) for part, at in parts]
-        found.append((path, x, [(part, at, severity(part)) for part, at in parts]))
-    severities = jax.device_get([[severity for *_, severity in parts] for *_, parts in found])
-    for (path, x, parts), severity_of in zip(found, severities, strict=True):
+        bad_leaves.append((path, x, [(part, at, severity(part)) for part, at in parts]))
+    severities = jax.device_get([[severity for *_, severity in parts] for *_, parts in bad_leaves])
+    for (path, x, parts), severity_of in zip(bad_leaves, severities, strict=True):
         bad = {at: part for (part, at, _), is_bad in zip(parts, severity_of, strict=True) if is_bad}  # once of replicas
         if bad:
             each = [first_of(path, part, start=at) for at, part in bad.items()]

@@ -161,20 +161,20 @@ def plot_fp8(samples: Monitor | Samples, *, paths: Sequence[str] | None = None) 
       >>> [axes.get_ylabel() for axes in plot_fp8([(0, sample), (1, sample)]).axes]
       ['amax', 'scale']
     """
-    found = _samples(samples)
-    known = list(found[0][1].fp8.amax)
+    own_samples = _samples(samples)
+    known = list(own_samples[0][1].fp8.amax)
     if not known:
         raise ValueError("samples must have fp8 tensors with delayed scaling; got none.")
     for path in paths or ():
         if path not in known:
             raise ValueError(f"paths must name sampled fp8 tensors; got {path!r}. There are {', '.join(known)}.")
     figure, (above, below) = _figure(2, height=4.4, sharex=True)
-    steps = [step for step, _ in found]
+    steps = [step for step, _ in own_samples]
     shown = list(paths or known)[: len(_STYLES)]
     for path, (color, dashes) in zip(shown, _STYLES, strict=False):
-        amax = np.array([np.max(stats.fp8.amax[path]) for _, stats in found])
-        scale = np.array([np.min(stats.fp8.scale[path]) for _, stats in found])
-        clipped = np.array([np.any(stats.fp8.saturated[path]) for _, stats in found])
+        amax = np.array([np.max(stats.fp8.amax[path]) for _, stats in own_samples])
+        scale = np.array([np.min(stats.fp8.scale[path]) for _, stats in own_samples])
+        clipped = np.array([np.any(stats.fp8.saturated[path]) for _, stats in own_samples])
         label = path.replace("_log2_scale", "").replace("Fp8DotGeneral_0/", "").replace("fp8_", "")
         above.plot(steps, np.where(amax > 0, amax, np.nan), dashes, color=color, lw=1.8, label=label)
         above.plot(np.array(steps)[clipped], amax[clipped], "x", color=color, ms=8, mew=1.8)
@@ -219,17 +219,17 @@ def plot_layers(samples: Monitor | Samples, *, of: str = "grads", what: str = "a
         raise ValueError(
             f"what must be such as 'amax' or 'underflow/fp16', of= grads, params or activations; got {what!r}, {of!r}."
         )
-    found = [(step, stats) for step, s in _samples(samples) if (stats := getattr(s, of)) is not None]
-    found = [(step, stats) for step, stats in found if bool(stats.sampled)]
-    if not found or not found[0][1].names:
+    by_step = [(step, stats) for step, s in _samples(samples) if (stats := getattr(s, of)) is not None]
+    by_step = [(step, stats) for step, stats in by_step if bool(stats.sampled)]
+    if not by_step or not by_step[0][1].names:
         raise ValueError(f"samples must have {of}; got none.")
-    if len({stats.names for _, stats in found}) > 1:
+    if len({stats.names for _, stats in by_step}) > 1:
         raise ValueError(f"all samples must have the same {of}; got different ones. Draw one model and one filter.")
-    names = found[0][1].names
-    values = np.stack([np.asarray(getattr(stats, field), np.float64) for _, stats in found], axis=1)
+    names = by_step[0][1].names
+    values = np.stack([np.asarray(getattr(stats, field), np.float64) for _, stats in by_step], axis=1)
     if name:
         values = values[..., list(FORMATS).index(name)]
-    bad = np.stack([np.asarray(stats.nonfinite) > 0 for _, stats in found], axis=1)
+    bad = np.stack([np.asarray(stats.nonfinite) > 0 for _, stats in by_step], axis=1)
     is_magnitude = field in ("amax", "smallest")
     with np.errstate(divide="ignore"):
         values = np.where(values > 0, np.log2(values), np.nan) if is_magnitude else 100 * values
@@ -240,8 +240,8 @@ def plot_layers(samples: Monitor | Samples, *, of: str = "grads", what: str = "a
     axes.plot(columns, rows, "x", color="white", ms=6, mew=2.6)
     axes.plot(columns, rows, "x", color="black", ms=5, mew=1.2)
     axes.set_yticks(range(len(names)), names, fontsize=8)
-    every = max(1, len(found) // 8)
-    axes.set_xticks(range(0, len(found), every), [str(step) for step, _ in found[::every]])
+    every = max(1, len(by_step) // 8)
+    axes.set_xticks(range(0, len(by_step), every), [str(step) for step, _ in by_step[::every]])
     axes.set(xlabel="step", title=f"{what} of {of}" + (" (cross: not finite)" if bad.any() else ""))
     axes.tick_params(length=0)
     figure.colorbar(image, ax=axes, label="log2 of the magnitude" if is_magnitude else "share of the values [%]")
@@ -271,10 +271,10 @@ def _recorded(run: Any, name: str, if_empty: str) -> list[Any]:
     if isinstance(run, Monitor):
         run.finish()
         run = getattr(run, name)
-    found = list(run)
-    if not found:
+    records = list(run)
+    if not records:
         raise ValueError(if_empty)
-    return found
+    return records
 
 
 def _column(rows: list[Mapping[str, float]], key: str) -> np.ndarray:

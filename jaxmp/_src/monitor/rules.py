@@ -423,14 +423,14 @@ def _of_one_or_most(step: int, group: str, bad: dict[str, Any], total: int, mess
 
 def near_overflow(step: int, stats: StepStats) -> Iterator[Finding]:
     """float16 activations within a factor of four of the largest float16: one spike makes them inf."""
-    found = stats.activations
-    if found is None:
+    activations = stats.activations
+    if activations is None:
         return
-    for i, name in enumerate(found.names):
-        dtype, amax = found.dtypes[i], found.amax[i]
+    for i, name in enumerate(activations.names):
+        dtype, amax = activations.dtypes[i], activations.amax[i]
         # Under a policy, autocast computes in float16 what the traced module has in float32: its values show it.
         in_float16 = dtype == "float16" or (dtype == "float32" and stats.loss_scale > 1 and np.float16(amax) == amax)
-        if in_float16 and found.nonfinite[i] == 0 and amax > _LARGEST_FP16 / 4:
+        if in_float16 and activations.nonfinite[i] == 0 and amax > _LARGEST_FP16 / 4:
             yield Finding(
                 "near_overflow",
                 step,

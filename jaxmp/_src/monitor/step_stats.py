@@ -186,7 +186,7 @@ def step_stats(
 
 def _stale_shares(opt_state: Any, params: PyTree) -> dict[str, Float[Array, ""]]:
     """The share of the probes of each 16-bit param with a float32 master on the device that are not it, rounded."""
-    masters, found = tree_paths.leaves_by_path(states.masters_of(opt_state, params)), {}
+    masters, shares = tree_paths.leaves_by_path(states.masters_of(opt_state, params)), {}
     for path, param in tree_paths.leaves_by_path(params).items():
         master = masters.get(path)
         if master is None or host_memory.is_on_host(master):
@@ -194,14 +194,14 @@ def _stale_shares(opt_state: Any, params: PyTree) -> dict[str, Float[Array, ""]]
         if param.size and casting.is_low_precision(param.dtype) and master.dtype == jnp.float32:
             rounded = casting.round_to(_probe(master), param.dtype)  # inf where the param is the largest float16
             is_stale = (rounded != _probe(param).astype(jnp.float32)) & jnp.isfinite(rounded)
-            found[path] = jnp.mean(is_stale.astype(jnp.float32))
-    return found
+            shares[path] = jnp.mean(is_stale.astype(jnp.float32))
+    return shares
 
 
 def _largest(state: PyTree, params: PyTree, axes: tuple[str, ...]) -> dict[str, Float[Array, ""]]:
     """The largest magnitude in each array of `state` that is not one of `params`."""
     known = {id(x) for x in jax.tree.leaves(params)}
-    found = {}
+    largest = {}
     for path, x in tree_paths.leaves_by_path(state).items():
         if id(x) not in known and np.size(x) and jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             x = jnp.asarray(x)
@@ -209,8 +209,8 @@ def _largest(state: PyTree, params: PyTree, axes: tuple[str, ...]) -> dict[str, 
                 x = jnp.where(jnp.isfinite(x), 0, jnp.abs(x))
             # The bits of NaN are above those of inf: a MAX of floats may lose a NaN on its way over devices.
             bits = float_bits.to_bits(x.astype(jnp.float32)) & np.int32(0x7FFFFFFF)
-            found[path] = float_bits.from_bits(collectives.max_over(jnp.max(bits), axes))
-    return found
+            largest[path] = float_bits.from_bits(collectives.max_over(jnp.max(bits), axes))
+    return largest
 
 
 def _may_be_frozen(opt_state: Any, params: PyTree) -> tuple[Paths, Paths]:
@@ -224,7 +224,7 @@ def _may_be_frozen(opt_state: Any, params: PyTree) -> tuple[Paths, Paths]:
 
 
 def _fp8_stats(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> Fp8Stats:
-    leaves, found = tree_paths.leaves_by_path(params), Fp8Stats({}, {}, {})
+    leaves, fp8 = tree_paths.leaves_by_path(params), Fp8Stats({}, {}, {})
     grads = scale_leaves.map_scales(
         lambda path, g: amax_records.observe([(g, leaves[path])]).amax.reshape(leaves[path].shape), grads
     )
@@ -234,9 +234,9 @@ def _fp8_stats(grads: PyTree, params: PyTree, axes: tuple[str, ...]) -> Fp8Stats
         _, dtype, holds_log2 = scale_leaves.format_of(path)
         scale, _ = scale_leaves.scale_of(leaves[path], holds_log2=holds_log2)
         amax = collectives.max_over(amax, axes)
-        found.amax[path], found.scale[path] = amax, scale
-        found.saturated[path] = scale_equations.saturates(amax, scale, float(jnp.finfo(dtype).max))
-    return found
+        fp8.amax[path], fp8.scale[path] = amax, scale
+        fp8.saturated[path] = scale_equations.saturates(amax, scale, float(jnp.finfo(dtype).max))
+    return fp8
 
 
 def _probe(x: Array) -> Array:

@@ -93,11 +93,11 @@ class TensorStats:
         if name not in self.names:
             raise KeyError(f"the key must name a tensor; got {name!r}. There are {', '.join(self.names) or 'none'}.")
         i = self.names.index(name)
-        found: dict[str, Any] = {"dtype": self.dtypes[i], "size": self.sizes[i]}
-        found |= {key: float(getattr(self, key)[i]) for key in ("amax", "smallest", "zeros", "nonfinite")}
+        row: dict[str, Any] = {"dtype": self.dtypes[i], "size": self.sizes[i]}
+        row |= {key: float(getattr(self, key)[i]) for key in ("amax", "smallest", "zeros", "nonfinite")}
         for key in ("overflow", "underflow", "subnormal"):
-            found |= {f"{key}/{f}": float(x) for f, x in zip(FORMATS, np.asarray(getattr(self, key)[i]), strict=True)}
-        return found
+            row |= {f"{key}/{f}": float(x) for f, x in zip(FORMATS, np.asarray(getattr(self, key)[i]), strict=True)}
+        return row
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
@@ -245,17 +245,17 @@ def _of_leaves(leaves: list[Array], scale: Any, histogram: bool) -> list[LeafCou
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(leaves):
         groups.setdefault(jax.typeof(x) if x.size <= _SMALL else i, []).append(i)
-    found: dict[int, LeafCounts] = {}
+    counts: dict[int, LeafCounts] = {}
     done: Any = ()
     for members in groups.values():
         # One group after another, so that XLA does not keep the bits of all leaves at once.
-        given, done = lax.optimization_barrier(([leaves[i] for i in members], done))
+        group, done = lax.optimization_barrier(([leaves[i] for i in members], done))
         if len(members) == 1:
-            found[members[0]] = done = measure_leaf(given[0])
+            counts[members[0]] = done = measure_leaf(group[0])
         else:
-            ranks, extremes = done = lax.map(measure_leaf, jnp.stack(given))
-            found |= {i: (ranks[k], extremes[k]) for k, i in enumerate(members)}
-    return [found[i] for i in range(len(leaves))]
+            ranks, extremes = done = lax.map(measure_leaf, jnp.stack(group))
+            counts |= {i: (ranks[k], extremes[k]) for k, i in enumerate(members)}
+    return [counts[i] for i in range(len(leaves))]
 
 
 def of_leaf(x: Array, scale: Any = None, histogram: bool = True) -> LeafCounts:

@@ -62,9 +62,9 @@ def unusable_and_largest(
         axes = backend.varying_axes_of((arrays, factor))
         return backend.as_varying(jnp.zeros((), bool), axes), backend.as_varying(jnp.zeros((), jnp.float32), axes)
 
-    given = lax.stop_gradient((list(arrays), factor))
-    by_default = lambda _, *given: plain(*given)  # noqa: E731
-    return by_platform(types, *given, default=by_default, cuda=on_gpu, rocm=on_gpu, cpu=on_cpu)
+    operands = lax.stop_gradient((list(arrays), factor))
+    by_default = lambda _, *operands: plain(*operands)  # noqa: E731
+    return by_platform(types, *operands, default=by_default, cuda=on_gpu, rocm=on_gpu, cpu=on_cpu)
 
 
 def largest_on_cpu(arrays: Sequence[Float[Array, "..."]], factor: Float[Array, ""] | None) -> Float[Array, ""]:
@@ -85,11 +85,11 @@ def largest_on_cpu(arrays: Sequence[Float[Array, "..."]], factor: Float[Array, "
             like = small.setdefault(x.dtype, []) if x.size < _SMALL else alike.setdefault((x.dtype, x.size), [])
             like.append(x.reshape(-1))
     groups = [xs[i : i + _JOINED] for xs in alike.values() for i in range(0, len(xs), _JOINED)]
-    found = [_largest_of(group, -(-_JOINED // len(group)) if group[0].size >= _LARGE else 1) for group in groups]
-    found += [_largest_of([jnp.concatenate(xs)], 1) for xs in small.values()]
-    if not found:
+    maxima = [_largest_of(group, -(-_JOINED // len(group)) if group[0].size >= _LARGE else 1) for group in groups]
+    maxima += [_largest_of([jnp.concatenate(xs)], 1) for xs in small.values()]
+    if not maxima:
         return jnp.zeros((), jnp.float32)
-    return reference.largest_magnitude(jnp.stack(found) if factor is None else jnp.stack(found) * factor)
+    return reference.largest_magnitude(jnp.stack(maxima) if factor is None else jnp.stack(maxima) * factor)
 
 
 _JOINED = 16
@@ -113,8 +113,8 @@ def any_nonfinite(arrays: Sequence[Array]) -> Bool[Array, ""]:
     return _any(jnp.any(~jnp.isfinite(x)) for x in arrays)
 
 
-def _any(found: Iterable[Bool[Array, ""]]) -> Bool[Array, ""]:
-    return functools.reduce(jnp.logical_or, found, jnp.zeros((), bool))
+def _any(flags: Iterable[Bool[Array, ""]]) -> Bool[Array, ""]:
+    return functools.reduce(jnp.logical_or, flags, jnp.zeros((), bool))
 
 
 def _both(x: Float[Array, "..."]) -> Complex64[Array, ""]:

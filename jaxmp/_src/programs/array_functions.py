@@ -33,10 +33,10 @@ def is_array(x: Any) -> bool:
 
 def with_values(items: Iterable[Any], places: Iterable[int], values: Iterable[Any]) -> list[Any]:
     """A copy of `items` with `values` at `places`."""
-    found = list(items)
+    new_items = list(items)
     for i, x in zip(places, values, strict=True):
-        found[i] = x
-    return found
+        new_items[i] = x
+    return new_items
 
 
 class Leaves(NamedTuple):
@@ -55,9 +55,9 @@ class Leaves(NamedTuple):
 
 def flat_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Leaves:
     """Takes a tree apart as jax does."""
-    found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    paths = [tree_paths.path_str(path) for path, _ in found]
-    return Leaves(paths, [x for _, x in found], lambda given: jax.tree.unflatten(treedef, given))
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    paths = [tree_paths.path_str(path) for path, _ in leaves]
+    return Leaves(paths, [x for _, x in leaves], lambda values: jax.tree.unflatten(treedef, values))
 
 
 def leaves_of(tree: Any) -> Leaves:
@@ -75,9 +75,9 @@ def leaves_of(tree: Any) -> Leaves:
         paths.append(inner if path == "<root>" else f"{path}/{inner}")
         values.append(x)
 
-    def rebuild(given: Sequence[Any]) -> Any:
-        merged = nnx.merge(modules, jax.tree.unflatten(state_def, given[len(others) :]), copy=True)
-        whole = with_values(outer.values, others, given[: len(others)])
+    def rebuild(values: Sequence[Any]) -> Any:
+        merged = nnx.merge(modules, jax.tree.unflatten(state_def, values[len(others) :]), copy=True)
+        whole = with_values(outer.values, others, values[: len(others)])
         return outer.rebuild(with_values(whole, places, merged))
 
     return Leaves(paths, values, rebuild)

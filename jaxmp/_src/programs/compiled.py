@@ -38,8 +38,8 @@ def once(fn: Callable[..., Any]) -> Callable[..., Any]:
         jaxpr, consts = jaxprs.without_constants(closed, closed)
         if _any_traced(consts):  # a derivative may be taken, by rules in the program
             return jax.jit(fn, inline=True)(*args)
-        found = _compiled(jaxprs.jaxpr_as_function(*jaxprs.open_jaxpr(jaxpr)), [*consts, *leaves])
-        return jax.tree.unflatten(jax.tree.structure(out), found)
+        outputs = _compiled(jaxprs.jaxpr_as_function(*jaxprs.open_jaxpr(jaxpr)), [*consts, *leaves])
+        return jax.tree.unflatten(jax.tree.structure(out), outputs)
 
     return run
 
@@ -56,10 +56,10 @@ def _compiled(fn: Callable[..., list[Any]], operands: list[Any]) -> list[Any]:
         return lowered.compile()(*operands)
     places = tuple((x.sharding, x.committed) if isinstance(x, jax.Array) else None for x in operands)
     key = hashlib.sha256(text.encode()).digest(), places, jax.config.jax_default_device
-    kept = _kept(key)
-    if "program" not in kept:
-        kept["program"] = lowered.compile()
-    return kept["program"](*operands)
+    program = _kept(key)
+    if "program" not in program:
+        program["program"] = lowered.compile()
+    return program["program"](*operands)
 
 
 @functools.lru_cache(maxsize=_MOST)

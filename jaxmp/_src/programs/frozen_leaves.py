@@ -70,10 +70,10 @@ def _known_results(_: int, eqn: Any, operands: list[_Known]) -> list[_Known]:
         zeros = [(a.is_zero and b.is_finite) or (b.is_zero and a.is_finite)]
     elif name == "cond" or name in jaxprs.CALLS:
         functions = jaxprs.functions_of(eqn)
-        found = [
+        known = [
             jaxprs.evaluate(f, f.inputs(operands), _known_results, _known_constant, _known_number) for f in functions
         ]
-        zeros = [all(x.is_zero for x in results) for results in zip(*found, strict=True)]  # of a cond: in every branch
+        zeros = [all(x.is_zero for x in results) for results in zip(*known, strict=True)]  # of a cond: in every branch
     stays = name in _MOVES and operands[0].is_finite
     pairs = zip(zeros, eqn.outvars, strict=True)
     return [_Known(zero, stays or not jnp.issubdtype(v.aval.dtype, jnp.inexact)) for zero, v in pairs]

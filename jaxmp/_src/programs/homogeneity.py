@@ -75,44 +75,44 @@ def degrees_while_traced(
       most: this many equations are looked at; then all that is left is unknown.
     """
     # By tracer: (degree, whether a known value is in it).
-    found, cause = ByIdentity(), None
+    degrees, cause = ByIdentity(), None
     open_ = list(tracers)
     while open_:
         tracer = open_[-1]
-        if found.get(tracer) is not None:
+        if degrees.get(tracer) is not None:
             open_.pop()
             continue
         degree = known(tracer)
         has_known = degree is not None
-        made = compat.equation_of(tracer)
+        origin = compat.equation_of(tracer)
         if degree is None and not isinstance(constant := compat.closed_over(tracer), Tracer):
             degree = _of_constant(constant) if np.size(constant) <= _LARGE else UNKNOWN
         elif degree is None and without(tracer):
             degree = 0.0
-        elif degree is None and (made is None or most <= 0):
+        elif degree is None and (origin is None or most <= 0):
             degree = UNKNOWN
-        elif degree is None and made is not None:
-            equation, place = made
-            missing = [x for x in equation.invars if found.get(x) is None]
+        elif degree is None and origin is not None:
+            equation, place = origin
+            missing = [x for x in equation.invars if degrees.get(x) is None]
             if missing:
                 open_ += missing
                 most -= 1
                 continue
-            operands = [found.get(x)[0] for x in equation.invars]
-            has_known = any(found.get(x)[1] for x in equation.invars)
+            operands = [degrees.get(x)[0] for x in equation.invars]
+            has_known = any(degrees.get(x)[1] for x in equation.invars)
             degree = _results(0, equation, operands)[place]
             cause = equation if cause is None and degree == NONE and NONE not in operands else cause
-        found.set(tracer, (degree, has_known))
+        degrees.set(tracer, (degree, has_known))
         open_.pop()
-    results = [found.get(x) for x in tracers]
+    results = [degrees.get(x) for x in tracers]
     return [degree if has_known else UNKNOWN for degree, has_known in results], cause
 
 
 def degrees_of(function: Callable[..., Any], inputs: Any, others: Any) -> list[Degree]:
     """The degrees of the results of `function(inputs, *others)` in a factor of `inputs`."""
     program = jax.make_jaxpr(function)(inputs, *others)
-    given = len(jax.tree.leaves(inputs))
-    degrees = [1.0] * given + [0.0] * (len(program.in_avals) - given)
+    inputs_count = len(jax.tree.leaves(inputs))
+    degrees = [1.0] * inputs_count + [0.0] * (len(program.in_avals) - inputs_count)
     return jaxprs.evaluate(jaxprs.open_jaxpr(program), degrees, _results, _of_constant)
 
 
@@ -130,20 +130,22 @@ def _of_constant(x: Any, aval: Any = None) -> Degree:
 def _joined(operands: list[Degree], *, is_floor: bool = False) -> Degree:
     if is_floor and not all(isinstance(d, _Small) for d in operands):
         operands = [d for d in operands if not isinstance(d, _Small)]
-    found = [d for d in operands if d != EVERY]
-    if UNKNOWN in found:
+    degrees = [d for d in operands if d != EVERY]
+    if UNKNOWN in degrees:
         return UNKNOWN
-    if not found:
+    if not degrees:
         return EVERY
-    return found[0] if all(d == found[0] for d in found) else NONE
+    return degrees[0] if all(d == degrees[0] for d in degrees) else NONE
 
 
 def _results(_: int, eqn: Any, operands: list[Degree]) -> list[Degree]:
     name, count = eqn.primitive.name, len(eqn.outvars)
     if name in jaxprs.CALLS or name == "cond":
-        found = [jaxprs.evaluate(f, f.inputs(operands), _results, _of_constant) for f in jaxprs.functions_of(eqn)]
+        of_functions = [
+            jaxprs.evaluate(f, f.inputs(operands), _results, _of_constant) for f in jaxprs.functions_of(eqn)
+        ]
         by = operands[0] if name == "cond" else 0.0
-        return [_chosen(by, [results[i] for results in found]) for i in range(count)]
+        return [_chosen(by, [results[i] for results in of_functions]) for i in range(count)]
     if name == "optimization_barrier":
         return operands
     return [_result(eqn, name, operands)] * count

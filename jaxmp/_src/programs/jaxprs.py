@@ -230,8 +230,8 @@ def source_of(eqn: Any) -> tuple[str, str]:
 
 def is_highest(precision: Any) -> bool:
     """Whether a `precision=` of a product or a layer asks for the highest one, `"float32"` too, of an operand."""
-    given = precision if isinstance(precision, tuple) else (precision,)
-    return any(p in (lax.Precision.HIGHEST, "highest", "float32") for p in given)
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    return any(p in (lax.Precision.HIGHEST, "highest", "float32") for p in precisions)
 
 
 def default_is_highest() -> bool:
@@ -267,15 +267,15 @@ def jaxpr_as_function(jaxpr: Any, consts: Any) -> Any:
 
 def as_program(eqns: list[Any]) -> tuple[Any, list[Any], list[Any]]:
     """Equations in their order as one function: (function, the variables it takes, the variables it returns)."""
-    made = list(dict.fromkeys(v for eqn in eqns for v in eqn.outvars))
+    outputs = list(dict.fromkeys(v for eqn in eqns for v in eqn.outvars))
     used = (v for eqn in eqns for v in eqn.invars if not isinstance(v, core.Literal))
-    inside = set(made)
+    inside = set(outputs)
     operands = list(dict.fromkeys(v for v in used if v not in inside))
-    names = ("",) * len(operands), ("",) * len(made)
+    names = ("",) * len(operands), ("",) * len(outputs)
     about = core.DebugInfo("windows", "program", *names)
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    jaxpr = core.Jaxpr((), operands, made, eqns, effects, about)
-    return core.jaxpr_as_fun(_closed(jaxpr, ())), operands, made
+    jaxpr = core.Jaxpr((), operands, outputs, eqns, effects, about)
+    return core.jaxpr_as_fun(_closed(jaxpr, ())), operands, outputs
 
 
 def _closed(jaxpr: Any, consts: Any) -> Any:
@@ -313,8 +313,8 @@ def place_of(eqn: Any) -> str:
     """Where an equation was written: the innermost function outside of jax."""
     frames = getattr(getattr(eqn.source_info, "traceback", None), "frames", ())
     outside = (f for f in frames if f"{os.sep}jax{os.sep}" not in f.file_name)
-    found = next(outside, None)
-    return "" if found is None else f" ({found.function_name} in {os.path.basename(found.file_name)})"
+    place = next(outside, None)
+    return "" if place is None else f" ({place.function_name} in {os.path.basename(place.file_name)})"
 
 
 def flops_of(eqn: Any) -> int:

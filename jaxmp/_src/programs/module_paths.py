@@ -77,14 +77,14 @@ def chain(stack: str, base: str = "") -> tuple[str, ...]:
     The name stack of an equation in a nested function begins at that function.
     """
     stack, start = without_regions(stack), 0
-    found: list[str] = []
+    parts: list[str] = []
     for match in _MARKER.finditer(stack):
         # The scope right before a marker is flax's own name for the module.
-        found += _extended(base, _scopes(stack[start : match.start()])[:-1])
+        parts += _extended(base, _scopes(stack[start : match.start()])[:-1])
         base, start = match[1], match.end()
-        found.append(base)
-    found += _extended(base, _scopes(stack[start:]))
-    return tuple(dict.fromkeys(path for path in found if path))
+        parts.append(base)
+    parts += _extended(base, _scopes(stack[start:]))
+    return tuple(dict.fromkeys(path for path in parts if path))
 
 
 def path_of(stack: str) -> str:

@@ -145,8 +145,8 @@ def _dim_after(eqn: Any, operands: list[Value]) -> int | None:
     if name.startswith("reduce_") and "axes" in eqn.params:
         return dim - sum(a < dim for a in eqn.params["axes"])
     if name in ("reshape", "squeeze") and before[dim] > 1:  # axes of length 1 come and go
-        kept = [n for n in before if n != 1]
-        if kept == [n for n in shape if n != 1]:
+        sizes = [n for n in before if n != 1]
+        if sizes == [n for n in shape if n != 1]:
             place = sum(n != 1 for n in before[:dim])
             return [i for i, n in enumerate(shape) if n != 1][place]
     return None

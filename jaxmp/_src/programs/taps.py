@@ -68,8 +68,8 @@ def collect(
         def transform(pure: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 traced = array_functions.Traced(pure, args, kwargs, is_input=is_input, context=module_paths.marking())
-                results, found = _Walk(observe).run((traced.jaxpr, traced.consts), traced.values, "")
-                collected.update(found)
+                results, observed = _Walk(observe).run((traced.jaxpr, traced.consts), traced.values, "")
+                collected.update(observed)
                 return traced.unflatten(results)
 
             return run
@@ -95,10 +95,10 @@ class _Walk:
         outputs = _outputs_of_modules(function[0], base)
 
         def equation(i: int, eqn: Any, operands: list[Any]) -> list[Any]:
-            results, found = self._equation(eqn, operands, base)
-            collected.update(found)
+            results, observed = self._equation(eqn, operands, base)
+            collected.update(observed)
             for path, place in outputs.get(i, ()):
-                if path not in found:  # a module called in a loop was observed inside
+                if path not in observed:  # a module called in a loop was observed inside
                     seen = self.observe(path, results[place])
                     collected.update({path: seen} if jax.tree.leaves(seen) else {})
             return results
@@ -116,8 +116,8 @@ class _Walk:
             if name in jaxprs.REMATS:
                 return self._checkpoint(eqn, operands, stack)
             (inner,) = jaxprs.functions_of(eqn)
-            results, found = self.run(inner, _placed(eqn, "in", operands), stack)
-            return _placed(eqn, "out", results), found
+            results, observed = self.run(inner, _placed(eqn, "in", operands), stack)
+            return _placed(eqn, "out", results), observed
 
     def _checkpoint(self, eqn: Any, operands: list[Any], stack: str) -> tuple[list[Any], dict[str, PyTree]]:
         """`jax.checkpoint`: the same equation with another function in it, which also returns what it collected."""
@@ -126,8 +126,8 @@ class _Walk:
 
         def function(*values: Any) -> list[Any]:
             nonlocal treedef
-            results, found = self.run(inner, values, stack)
-            leaves, treedef = jax.tree.flatten(found)
+            results, observed = self.run(inner, values, stack)
+            leaves, treedef = jax.tree.flatten(observed)
             return [*results, *leaves]
 
         closed = jax.make_jaxpr(function)(*operands)
@@ -142,10 +142,10 @@ class _Walk:
         consts, start, scanned = inner.parts(operands)
 
         def body(carry: Any, rows: Any) -> Any:
-            results, found = self.run(inner, (*consts, *carry, *rows), stack)
-            return tuple(results[: inner.n_carry]), (tuple(results[inner.n_carry :]), found)
+            results, observed = self.run(inner, (*consts, *carry, *rows), stack)
+            return tuple(results[: inner.n_carry]), (tuple(results[inner.n_carry :]), observed)
 
-        carry, (stacked, found) = lax.scan(
+        carry, (stacked, observed) = lax.scan(
             body,
             tuple(start),
             tuple(scanned),
@@ -154,7 +154,7 @@ class _Walk:
             unroll=params["unroll"],
             _split_transpose=params.get("_split_transpose", False),
         )
-        return [*carry, *stacked], found
+        return [*carry, *stacked], observed
 
 
 def _has_modules(eqn: Any, stack: str) -> bool:
@@ -184,15 +184,15 @@ def _outputs_of_modules(jaxpr: Any, base: str) -> dict[int, list[tuple[str, int]
         for v in eqn.invars:
             if not isinstance(v, core.Literal):
                 used.setdefault(v, set()).add(i)
-    found: dict[int, list[tuple[str, int]]] = {}
+    outputs: dict[int, list[tuple[str, int]]] = {}
     for path, members in inside.items():
-        made = [(i, k, v) for i in sorted(members) for k, v in enumerate(jaxpr.eqns[i].outvars)]
-        leaving = [(i, k) for i, k, v in made if _is_float(v.aval) and used.get(v, members) - members]
+        results = [(i, k, v) for i in sorted(members) for k, v in enumerate(jaxpr.eqns[i].outvars)]
+        leaving = [(i, k) for i, k, v in results if _is_float(v.aval) and used.get(v, members) - members]
         if leaving:
             i, place = leaving[-1]
-            found.setdefault(i, []).append((path, place))
+            outputs.setdefault(i, []).append((path, place))
     # Of modules that end at the same equation, the innermost comes first.
-    return {i: sorted(done, key=lambda entry: -entry[0].count("/")) for i, done in found.items()}
+    return {i: sorted(done, key=lambda entry: -entry[0].count("/")) for i, done in outputs.items()}
 
 
 def _is_float(aval: Any) -> bool:

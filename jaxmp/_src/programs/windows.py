@@ -151,12 +151,12 @@ def _dependencies(jaxpr: Any, sizes: list[int]) -> dict[Any, int]:
     """For each variable the inputs with a size that it is computed from, as the bits of an integer."""
     known = {v: 1 << i for i, v in enumerate(jaxpr.invars) if sizes[i]}
     for eqn in jaxpr.eqns:
-        found = 0
+        bits = 0
         for v in eqn.invars:
             if not isinstance(v, core.Literal):
-                found |= known.get(v, 0)
-        if found:
-            known |= dict.fromkeys(eqn.outvars, found)
+                bits |= known.get(v, 0)
+        if bits:
+            known |= dict.fromkeys(eqn.outvars, bits)
     return known
 
 
@@ -180,8 +180,8 @@ def _compute(jaxpr: Any, makers: dict[Any, int], wanted: list[Any], held: dict[A
         operands = jaxpr.eqns[number].invars
         open_ += [v for v in operands if not isinstance(v, core.Literal) and v not in held]
     eqns = [jaxpr.eqns[i] for i in sorted(todo)]
-    run_eqns, operands, made = jaxprs.as_program(eqns)
-    held |= dict(zip(made, run_eqns(*(held[v] for v in operands)), strict=True))
+    run_eqns, operands, outputs = jaxprs.as_program(eqns)
+    held |= dict(zip(outputs, run_eqns(*(held[v] for v in operands)), strict=True))
 
 
 def unusable_and_largest(grads: PyTree, inv_scale: Any) -> tuple[Bool[Array, ""], Float[Array, ""]]:
@@ -190,6 +190,6 @@ def unusable_and_largest(grads: PyTree, inv_scale: Any) -> tuple[Bool[Array, ""]
     def look(leaves: list[Any]) -> tuple[list[Any], None]:
         return [reductions.unusable_and_largest([g], inv_scale) for g in host_memory.to_device(leaves)], None
 
-    found, _ = run(look, jax.tree.leaves(grads), window_bytes=2**28)
-    bad, largest = zip(*found, strict=True)
+    flag, _ = run(look, jax.tree.leaves(grads), window_bytes=2**28)
+    bad, largest = zip(*flag, strict=True)
     return functools.reduce(jnp.logical_or, bad), functools.reduce(jnp.maximum, largest)

@@ -37,17 +37,17 @@ _TAKES = {
 }
 
 
-def check(call: str, **given: tuple[str, Any]) -> None:
+def check(call: str, **arguments: tuple[str, Any]) -> None:
     """Raises a TypeError that names all arguments of a call that are in the place of others.
 
     Args:
       call: the call as it is written, for the message.
-      **given: by name of the argument, what is wanted there (a key of `_TAKES`) and what was given.
+      **arguments: by name of the argument, what is wanted there (a key of `_TAKES`) and what was given.
     """
-    found = {name: (kind, kind_of(x), x) for name, (kind, x) in given.items()}
-    wrong = [f"{_text(got, x)} as {name}" for name, (kind, got, x) in found.items() if not _fits(got, kind)]
+    kinds = {name: (kind, kind_of(x), x) for name, (kind, x) in arguments.items()}
+    wrong = [f"{_text(got, x)} as {name}" for name, (kind, got, x) in kinds.items() if not _fits(got, kind)]
     if wrong:
-        is_holder = any(got == "holder" for _, got, _ in found.values())
+        is_holder = any(got == "holder" for _, got, _ in kinds.values())
         parts = " Its parts are state.params and state.opt_state." if is_holder else ""
         raise TypeError(f"the arguments are {call}; got {', '.join(wrong)}.{parts}")
 

@@ -173,12 +173,12 @@ def _finite_amaxes(
         )
         return states.with_policy(moved, states.policy_of(opt_state))
 
-    def overflows(found: tuple[Array, PyTree]) -> Bool[Array, ""]:
-        scale, amaxes = found
+    def overflows(scale_and_amaxes: tuple[Array, PyTree]) -> Bool[Array, ""]:
+        scale, amaxes = scale_and_amaxes
         return ~collectives.all_finite(amaxes, axis_name) & (scale >= 16)
 
-    def lower(found: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
-        scale = found[0] * _BACKOFF
+    def lower(scale_and_amaxes: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
+        scale = scale_and_amaxes[0] * _BACKOFF
         return scale, amaxes_at(at(scale))
 
     scale = states.loss_scale_of(opt_state)

@@ -87,9 +87,10 @@ def check_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: dic
                 f"opt_state must be that of tx; got {got[0]}, and tx has {got[1]}, as of another policy. Call "
                 f"jaxmp.checkpoint.convert(opt_state, params, to=tx, policy=...)."
             )
-    given, is_dynamic = extra.get("loss_scale"), rule.scales and not isinstance(rule.scaler, static.StaticLossScale)
-    own_scale = state.scaling.loss_scale if is_dynamic and given is None else None
-    used_scale: Any = getattr(state.scaling, "loss_scale", None) if given is None else given
+    other_scale = extra.get("loss_scale")
+    is_dynamic = rule.scales and not isinstance(rule.scaler, static.StaticLossScale)
+    own_scale = state.scaling.loss_scale if is_dynamic and other_scale is None else None
+    used_scale: Any = getattr(state.scaling, "loss_scale", None) if other_scale is None else other_scale
     if state.scaling is not None:
         scale_reads.check_scaled(grads, params, state.scaling.loss_scale, is_dynamic=own_scale is not None)
     if rule.scales:

@@ -30,7 +30,7 @@ _LITTLE = 0.25  # of the FLOPs: fp8 saves at most an eighth of the time then, an
 _HIDDEN = frozenset({"custom_lin", "ffi_call", "custom_call", "pallas_call", "tpu_custom_call"})
 
 
-class Found(NamedTuple):
+class Dtypes(NamedTuple):
     """What computes in a program.
 
     Attributes:
@@ -76,16 +76,16 @@ def warn_of_wide(
     looks_for_float16 = not states.may_scale(opt_state) and _F16 not in param_dtypes
     if not (wants_low or wants_fp8 or looks_for_float16):
         return False
-    found = look_into(compat.linear_jaxpr(pullback))
+    forward = look_into(compat.linear_jaxpr(pullback))
     exact = None
-    if wants_fp8 and not fp8_matmuls and not found.fp8:
+    if wants_fp8 and not fp8_matmuls and not forward.fp8:
         exact = _look_into_backward(pullback, value)
         if exact.matmuls and not exact.fp8:
             warn("nothing-in-fp8", _NO_FP8)
             return True
     is_told = policy is not None or lists is not None  # then autocast itself keeps short products in float32
-    may_be_low = wants_low and not fp8_matmuls and not (is_told and found.only_short)
-    if may_be_low and not any(d.itemsize < 4 for d in found.matmuls):
+    may_be_low = wants_low and not fp8_matmuls and not (is_told and forward.only_short)
+    if may_be_low and not any(d.itemsize < 4 for d in forward.matmuls):
         exact = exact or _look_into_backward(pullback, value)
         if exact.matmuls and not any(d.itemsize < 4 for d in exact.matmuls | exact.hidden):
             said = "the policy of the optimizer computes in 16 bits (or a shared loss scale is for them)"
@@ -95,7 +95,7 @@ def warn_of_wide(
                 said = f"the params are {' and '.join(sorted(d.name for d in param_dtypes))}"
             warn("nothing-in-16-bits", f"{said}, but {_NO_LOW if policy is None else _NO_LOW_POLICY}")
             return True
-    if looks_for_float16 and _F16 in found.matmuls | found.hidden:
+    if looks_for_float16 and _F16 in forward.matmuls | forward.hidden:
         name = "" if policy is None else f" (the policy is {policy})"
         warn(
             "float16-without-loss-scale",
@@ -121,7 +121,7 @@ def warn_of_little_fp8(traced: Any, lists: Any, narrow: Any) -> None:
         )
 
 
-def _look_into_backward(pullback: Any, value: Any) -> Found:
+def _look_into_backward(pullback: Any, value: Any) -> Dtypes:
     one = compat.as_varying(jnp.ones_like(value), tuple(compat.varying_axes(value)))
     return look_into(jax.make_jaxpr(pullback)(one))
 
@@ -145,19 +145,19 @@ _NO_LOW_POLICY = (
 )
 
 
-def look_into(jaxpr: Any) -> Found:
+def look_into(jaxpr: Any) -> Dtypes:
     """What computes in a jaxpr, and in all that it calls."""
-    found, read, short = Found(set(), set(), False, False), set(), []
+    all_dtypes, read, short = Dtypes(set(), set(), False, False), set(), []
     for eqn in jaxprs.equations(jaxpr):
         dtypes = jaxprs.dtypes_of(eqn.invars)
         read.update(dtypes)
         floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
         if eqn.primitive.name in _MATMULS and floats and _is_of_matrices(eqn):
-            found.matmuls.add(max(floats, key=lambda d: d.itemsize))
+            all_dtypes.matmuls.add(max(floats, key=lambda d: d.itemsize))
             short.append(cast_lists.is_short(eqn))
         elif eqn.primitive.name in _HIDDEN:
-            found.hidden.update(floats)
-    return found._replace(fp8=jaxprs.any_fp8(read), only_short=bool(short) and all(short))
+            all_dtypes.hidden.update(floats)
+    return all_dtypes._replace(fp8=jaxprs.any_fp8(read), only_short=bool(short) and all(short))
 
 
 def _is_of_matrices(eqn: Any) -> bool:

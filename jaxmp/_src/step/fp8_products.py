@@ -47,11 +47,11 @@ class Fp8Product:
     def __call__(self, lhs: Array, rhs: Array, dtype: Any, params: Mapping[str, Any], /) -> Array:
         """The product in `dtype`; the weight is multiplied as the right operand, as recipes and `vmap` take it."""
         numbers, sharding = params["dimension_numbers"], params.get("out_sharding")
-        given = {"recipe": self.recipe, "preferred_element_type": dtype}
+        options = {"recipe": self.recipe, "preferred_element_type": dtype}
         if self.weight == 1 or sharding is not None:
-            return matmul.dot_general(lhs, rhs, numbers, out_sharding=sharding, **given)
+            return matmul.dot_general(lhs, rhs, numbers, out_sharding=sharding, **options)
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
-        y = matmul.dot_general(rhs, lhs, ((rhs_contract, lhs_contract), (rhs_batch, lhs_batch)), **given)
+        y = matmul.dot_general(rhs, lhs, ((rhs_contract, lhs_contract), (rhs_batch, lhs_batch)), **options)
         batch, free = len(lhs_batch), lhs.ndim - len(lhs_contract) - len(lhs_batch)
         return jnp.moveaxis(y, range(y.ndim - free, y.ndim), range(batch, batch + free))
 
@@ -86,9 +86,9 @@ class Chooser:
         chosen = [self._choose(operation, ends) for operation in operations]
         if not self.of_policy:
             whys = [choice if isinstance(choice, str) else None for choice in chosen]
-            found = [(o.path, why, o.why_not is None) for o, why in zip(operations, whys, strict=True)]
+            matmuls = [(o.path, why, o.why_not is None) for o, why in zip(operations, whys, strict=True)]
             see = " jaxmp.explain_autocast(fn, *args, recipe=...) shows all."
-            self.rule.warn(found, idle_only=bool(doubles) or any(o.is_layer for o in operations), see=see)
+            self.rule.warn(matmuls, idle_only=bool(doubles) or any(o.is_layer for o in operations), see=see)
         return chosen
 
     def check_region(self) -> None:

@@ -106,7 +106,7 @@ def step(
     """
     if adds and isinstance(rule.optimizer, optimizers.Fused):  # it writes params in place, and makes no updates
         rule = rule._replace(optimizer=optimizers.Optax(rule.optimizer.inner))
-    given, before_state = grads, state.before_state
+    original_grads, before_state = grads, state.before_state
     if rule.before is not None:
         grads, before_state = rule.before.update(grads, before_state, params)
     amaxes, grads = _apart(rule, grads)
@@ -130,15 +130,15 @@ def step(
     elif grads_finite is not None:
         extra |= {"grads_finite": decision.taken}
     # A line search measures slopes by the extra argument `grad`: here it is the very gradients of this step.
-    if any(x is y for x in jax.tree.leaves(extra.get("grad"))[:1] for y in jax.tree.leaves(given)):
+    if any(x is y for x in jax.tree.leaves(extra.get("grad"))[:1] for y in jax.tree.leaves(original_grads)):
         extra["grad"] = gradients.tree()
 
     weights = masters.weights_of(own_params, state.master_params)
     pairs = weights.pairs()
     number: Any = 0 if state.rounding_count is None else optax.safe_increment(state.rounding_count)
-    told = optimizers.Step(decision.taken, measured.norm, number, adds, extra)
+    optimizer_step = optimizers.Step(decision.taken, measured.norm, number, adds, extra)
     beside = _beside(rule, amaxes, scale_params, state, before_state, number, adds=adds)
-    moved = rule.optimizer.move(told, gradients, state.optimizer_state, pairs, own_params, beside)
+    moved = rule.optimizer.move(optimizer_step, gradients, state.optimizer_state, pairs, own_params, beside)
     new_scales, fp8_scales, rounding_count, before_state = moved.others
 
     with jax.named_scope("jaxmp.write_params"):
@@ -210,9 +210,9 @@ def decide(
     if looks or objections:
         flags = {"bad": bad, "unwanted": unwanted} | ({} if clamped is None else {"clamped": clamped})
         flags |= measured.counts
-        found = collectives.largest_on_any_device(flags, collectives.bound_axes(rule.axis_name))
-        bad, unwanted, clamped = found["bad"] != 0, found["unwanted"] != 0, found.get("clamped")
-        measured = measured._replace(counts={name: found[name] for name in measured.counts})
+        common = collectives.largest_on_any_device(flags, collectives.bound_axes(rule.axis_name))
+        bad, unwanted, clamped = common["bad"] != 0, common["unwanted"] != 0, common.get("clamped")
+        measured = measured._replace(counts={name: common[name] for name in measured.counts})
     if looks and of_scales:
         # The cast to fp8 turns inf into a finite number, so an amax can be the only sign of an overflow. Amaxes that
         # are equal on all devices are so because of an earlier MAX. XLA can merge that MAX with the MAX of the flags.
@@ -264,15 +264,15 @@ def _gradients(
 
 def clamp_infinite(leaves: list[Array], largest: float) -> tuple[list[Array], Bool[Array, ""]]:
     """`leaves` with infinities at +- `largest`, and whether this device had one."""
-    found = jnp.zeros((), bool)
+    is_clamped = jnp.zeros((), bool)
     for g in leaves:
-        found |= jnp.any(jnp.isinf(g))
+        is_clamped |= jnp.any(jnp.isinf(g))
 
     def clamp(g: Array) -> Array:
         limit = np.asarray(min(largest, float(jnp.finfo(g.dtype).max)), g.dtype)
         return jnp.where(jnp.isinf(g), jnp.where(g > 0, limit, -limit), g)
 
-    return [clamp(g) for g in leaves], found
+    return [clamp(g) for g in leaves], is_clamped
 
 
 def _beside(

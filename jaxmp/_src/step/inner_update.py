@@ -53,6 +53,6 @@ def _in_variables(inner: Any, state: Any, params: PyTree) -> Any:
     if not any(map(is_masked, jax.tree.leaves(state, is_leaf=is_masked))):
         return state
     with warnings.catch_warnings(action="ignore"):
-        made = jax.eval_shape(inner.init, params)
-    fits = jax.tree.structure(tree_paths.with_boxes_inside(made)) == jax.tree.structure(state)
-    return jax.tree.unflatten(jax.tree.structure(made), jax.tree.leaves(state)) if fits else state
+        expected = jax.eval_shape(inner.init, params)
+    fits = jax.tree.structure(tree_paths.with_boxes_inside(expected)) == jax.tree.structure(state)
+    return jax.tree.unflatten(jax.tree.structure(expected), jax.tree.leaves(state)) if fits else state

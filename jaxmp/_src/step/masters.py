@@ -124,9 +124,9 @@ class Weights(NamedTuple):
 
     def by_param(self, masters: PyTree | None) -> PyTree:
         """The tree of the params with the master of each leaf, or None if it has none; a box is one leaf."""
-        found = self.masters if masters is None else self.treedef.flatten_up_to(masters)
-        found = [None if isinstance(m, optax.MaskedNode) else m for m in found or [None] * len(self.units)]
-        return self.treedef.unflatten(found)
+        units = self.masters if masters is None else self.treedef.flatten_up_to(masters)
+        units = [None if isinstance(m, optax.MaskedNode) else m for m in units or [None] * len(self.units)]
+        return self.treedef.unflatten(units)
 
 
 def weights_of(params: PyTree, masters: PyTree | None) -> Weights:
@@ -278,14 +278,14 @@ def by_unit(treedef: Any, masters: PyTree, params: PyTree, may_be_frozen: bool =
         return treedef.flatten_up_to(_with_masks_at_leaves(masters, params))
     except ValueError as e:
         is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-        known, given = (
+        known, paths = (
             {
                 leaf_paths.param_of(path): None
                 for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
             }
             for tree in (masters, params)
         )
-        new, gone = [path for path in given if path not in known], [path for path in known if path not in given]
+        new, gone = [path for path in paths if path not in known], [path for path in known if path not in paths]
         if may_be_frozen and new and not gone:
             units = jax.tree_util.tree_leaves_with_path(masters, is_leaf=lambda x: hasattr(x, "_fields"))
             by_path = {tree_paths.path_str(path): x for path, x in units}

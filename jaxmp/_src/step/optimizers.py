@@ -174,8 +174,8 @@ class Optax(NamedTuple):
             select = lambda n, o: jnp.where(taken, n, o)  # noqa: E731
             parts = zip(adds, new[0], old[0], strict=True)
             with jax.named_scope("jaxmp.keep_or_skip"):
-                found = [select(n, o) if adding else masters.chosen(taken, n, o) for adding, n, o in parts]
-                return found, *jax.tree.map(select, new[1:], old[1:])
+                weights = [select(n, o) if adding else masters.chosen(taken, n, o) for adding, n, o in parts]
+                return weights, *jax.tree.map(select, new[1:], old[1:])
 
         counts, whole = counts_of_masters(pairs, with_stale=step.adds)
         # An update is made from the master: a param beside one does not move here, and is not kept for a skip.
@@ -205,8 +205,8 @@ def updated(
         raise
     tree_paths.check_same_shapes(moves, full)
     has_structure = jax.tree.structure(new) == jax.tree.structure(state)  # if not, jax says how they differ
-    if has_structure and (found := tree_paths.first_of_other_shape(new, state)):
-        path, shape, before = found  # optax.adafactor factors large leaves only, and sees parts in shard_map
+    if has_structure and (other_shape := tree_paths.first_of_other_shape(new, state)):
+        path, shape, before = other_shape  # optax.adafactor factors large leaves only, and sees parts in shard_map
         raise ValueError(
             f"a step must keep the shapes of opt_state; got {shape} for {before} at {path}. Use jax.jit, not shard_map."
         )
@@ -226,7 +226,7 @@ def counts_of_masters(pairs: list[Pair], *, with_stale: bool) -> tuple[dict[str,
     if not of:
         return dict.fromkeys(names, jnp.zeros((), jnp.float32)), pairs
 
-    flags = lambda found: found.astype(jnp.float32)  # noqa: E731
+    flags = lambda mask: mask.astype(jnp.float32)  # noqa: E731
     beyond = lambda q: flags((jnp.abs(q.master) > limit) & is_float16(q))  # noqa: E731
     stale = lambda q: flags(masters.is_stale(q))  # noqa: E731
     total = lambda arrays: sum(map(jnp.sum, arrays), start=jnp.zeros((), jnp.float32))  # noqa: E731
@@ -240,12 +240,12 @@ def counts_of_masters(pairs: list[Pair], *, with_stale: bool) -> tuple[dict[str,
         if not low or backend.may_be_split(low):  # where devices share arrays, a reduction is a message, a join another
             return count(own)
         # XLA for CPU writes 4 bytes for each number of a sum; and it converts float16 slowly.
-        found = reductions.largest_on_cpu([q.param for q in low], None) >= limit
+        may_saturate = reductions.largest_on_cpu([q.param for q in low], None) >= limit
         saturated = jnp.zeros((), jnp.float32)
-        if known(found) is not False:
+        if known(may_saturate) is not False:
             joined = lambda low: jnp.sum(jnp.concatenate([beyond(q).reshape(-1) for q in low]))  # noqa: E731
             axes = varying_axes_of([q.master for q in low])
-            saturated = lax.cond(found, joined, lambda _: as_varying(jnp.zeros((), jnp.float32), axes), low)
+            saturated = lax.cond(may_saturate, joined, lambda _: as_varying(jnp.zeros((), jnp.float32), axes), low)
         return [saturated, *stale_ones(own)]
 
     def count_in_pass(own: list[Pair]) -> list[Array]:
@@ -257,8 +257,8 @@ def counts_of_masters(pairs: list[Pair], *, with_stale: bool) -> tuple[dict[str,
         alike: dict[tuple[int, ...], Array] = {}
         for x in rows:
             alike[x.shape] = alike[x.shape] + x if x.shape in alike else x
-        found = total(rows if backend.may_be_split(rows) else alike.values())
-        return [jnp.real(found), jnp.imag(found)] if with_stale else [found]
+        counts = total(rows if backend.may_be_split(rows) else alike.values())
+        return [jnp.real(counts), jnp.imag(counts)] if with_stale else [counts]
 
     beside = lambda count, pairs: (count([pairs[i] for i in of]), pairs)  # noqa: E731
     on_gpu = lambda _, pairs: beside(count_in_pass, pairs)  # noqa: E731
@@ -267,8 +267,8 @@ def counts_of_masters(pairs: list[Pair], *, with_stale: bool) -> tuple[dict[str,
     by_default = lambda _, pairs: beside(count, pairs)  # noqa: E731
     zeros = lambda own: [as_varying(jnp.zeros((), jnp.float32), varying_axes_of(own)) for _ in names]  # noqa: E731
     types = lambda pairs: beside(zeros, pairs)  # noqa: E731
-    found, pairs = by_platform(types, pairs, default=by_default, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu)
-    return dict(zip(names, found, strict=True)), pairs
+    counts, pairs = by_platform(types, pairs, default=by_default, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu)
+    return dict(zip(names, counts, strict=True)), pairs
 
 
 class InPlace(optax.GradientTransformationExtraArgs):
@@ -396,11 +396,11 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
 
     The `update` of MultiSteps takes all, but its type says that it takes none, and optax would drop them.
     """
-    made = inner.gradient_transformation() if hasattr(inner, "gradient_transformation") else inner
-    if not isinstance(made, optax.GradientTransformation):
+    transform = inner.gradient_transformation() if hasattr(inner, "gradient_transformation") else inner
+    if not isinstance(transform, optax.GradientTransformation):
         raise TypeError(
             f"inner must be an optax.GradientTransformation such as optax.adamw(1e-3); got {type(inner).__name__}"
         )
-    if isinstance(getattr(made.update, "__self__", None), optax.MultiSteps):
-        return optax.GradientTransformationExtraArgs(made.init, made.update)
-    return optax.with_extra_args_support(made)
+    if isinstance(getattr(transform.update, "__self__", None), optax.MultiSteps):
+        return optax.GradientTransformationExtraArgs(transform.init, transform.update)
+    return optax.with_extra_args_support(transform)

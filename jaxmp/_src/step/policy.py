@@ -123,20 +123,21 @@ class Policy(jmp.Policy):
 
     def _checked_reduce_dtype(self) -> Any:
         """float32 or None, from what was given."""
-        given = self.reduce_dtype
-        if isinstance(given, str) and given == "auto":
+        reduce_dtype = self.reduce_dtype
+        if isinstance(reduce_dtype, str) and reduce_dtype == "auto":
             return self._usual_reduce_dtype()
-        if given is None:
+        if reduce_dtype is None:
             return None
-        if formats.DTYPES.get(str(given), given) not in ("float32", np.float32, np.dtype(np.float32)):
-            raise ValueError(f"a policy's reduce_dtype must be float32 or None; got {given!r}.")
+        if formats.DTYPES.get(str(reduce_dtype), reduce_dtype) not in ("float32", np.float32, np.dtype(np.float32)):
+            raise ValueError(f"a policy's reduce_dtype must be float32 or None; got {reduce_dtype!r}.")
         if self.recipe is not None:
             raise ValueError(
-                f"a policy with a recipe must have no reduce_dtype; got {given!r} with {self.recipe!r}. Leave it out."
+                f"a policy with a recipe must have no reduce_dtype; got {reduce_dtype!r} with {self.recipe!r}. Leave "
+                f"it out."
             )
         if self.param_dtype.itemsize == 2 and not self.computes_in_16_bits:
             raise ValueError(
-                f"reduce_dtype must go with computation in 16 bits; got {given!r} with "
+                f"reduce_dtype must go with computation in 16 bits; got {reduce_dtype!r} with "
                 f"compute_dtype={self.compute_dtype}. Leave it out."
             )
         return np.dtype(np.float32)
@@ -277,14 +278,14 @@ def get_policy(
       >>> get_policy("bf16-mixed") == get_policy("params=float32,compute=bfloat16,output=float32")
       True
     """
-    made = _made_from(policy, () if keep_fp32 is None else tree_paths.patterns_of(keep_fp32))
+    result = _made_from(policy, () if keep_fp32 is None else tree_paths.patterns_of(keep_fp32))
     if keep_fp32 is not None:
-        made = dataclasses.replace(made, says_keep_fp32=True)
+        result = dataclasses.replace(result, says_keep_fp32=True)
     if not (isinstance(reduce_dtype, str) and reduce_dtype == "auto"):
-        made = dataclasses.replace(made, reduce_dtype=reduce_dtype)
-    if jnp.float64 in (made.param_dtype, made.compute_dtype):  # a step is unscaled and taken in float32
-        raise ValueError(f"a policy must be float16, bfloat16 or float32; got {made}. Use 'fp32'.")
-    return made
+        result = dataclasses.replace(result, reduce_dtype=reduce_dtype)
+    if jnp.float64 in (result.param_dtype, result.compute_dtype):  # a step is unscaled and taken in float32
+        raise ValueError(f"a policy must be float16, bfloat16 or float32; got {result}. Use 'fp32'.")
+    return result
 
 
 def _made_from(policy: str | jmp.Policy, keep_fp32: tuple[str, ...]) -> Policy:
@@ -313,8 +314,8 @@ def _made_from(policy: str | jmp.Policy, keep_fp32: tuple[str, ...]) -> Policy:
 
 def first_difference(policy: Policy, own: Policy, fields: Sequence[str]) -> tuple[str, Any, Any] | None:
     """(a field, its value, that of `own`) of the first of these fields in which two policies differ."""
-    pairs = ((field, getattr(policy, field), getattr(own, field)) for field in fields)
-    return next((found for found in pairs if found[1] != found[2]), None)
+    triples = ((field, getattr(policy, field), getattr(own, field)) for field in fields)
+    return next((triple for triple in triples if triple[1] != triple[2]), None)
 
 
 def is_policy(x: Any) -> bool:
@@ -349,8 +350,8 @@ def _what_else(x: Any) -> str:
         name = jnp.dtype(x).name
         names = {"float32": ("fp32",), "float16": ("fp16", "16-mixed"), "bfloat16": ("bf16", "bf16-mixed")}
         names |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), ("fp8",))
-        found = " or ".join(map(repr, names.get(name, ())))
-        return f"the dtype {name}" + (f". Use {found}" + " (float32 params)" * ("-" in found) if found else "")
+        policies = " or ".join(map(repr, names.get(name, ())))
+        return f"the dtype {name}" + (f". Use {policies}" + " (float32 params)" * ("-" in policies) if policies else "")
     hint = {16: ". Use '16-mixed'", 32: ". Use 'fp32'"}.get(x, "") if isinstance(x, int) else ""
     return type(x).__name__ + hint
 

@@ -116,9 +116,8 @@ def autocast(
     losses) run in float32; all others in the widest dtype of their inputs. float64, complex, integers, keys and fp8 are
     not cast. Params stay float32 outside, and so do their gradients. `fn` is always traced in float32, so that it is
     the same function with 16-bit params: their gradients are 16-bit, its loss is float32. A flax module with a 16-bit
-    `dtype` of its own keeps it; `dtype=float32`, the default of many models, is no request, and
-    `explain_autocast` says so in the row of such a layer. A policy keeps the layers in float32 whose params all fit its
-    `keep_fp32`.
+    `dtype` of its own keeps it; `dtype=float32`, the default of many models, is ignored, and `explain_autocast` says so
+    in the row of such a layer. A policy keeps the layers in float32 whose params all fit its `keep_fp32`.
 
         step = jax.jit(jaxmp.autocast(loss_fn, jnp.bfloat16))       a transformation of a function
         @jaxmp.autocast(dtype=jnp.float16)                          a decorator; methods of linen and nnx modules too
@@ -196,10 +195,10 @@ def autocast(
     """
     if callable(dtype) and not isinstance(dtype, type):
         raise TypeError("the arguments are autocast(fn, dtype); got a function as dtype")
-    for given in (fn, dtype):
-        if isinstance(given, str) and not is_policy(given):
-            cast_lists.check_no_device("autocast", given)  # torch's first argument
-            check_precision(given)
+    for argument in (fn, dtype):
+        if isinstance(argument, str) and not is_policy(argument):
+            cast_lists.check_no_device("autocast", argument)  # torch's first argument
+            check_precision(argument)
     if is_policy(fn):  # `autocast("fp8")`, as torch.autocast takes its dtype
         fn, dtype = None, fn
     options: dict[str, Any] = {"allow": allow, "force_fp32": force_fp32, "widest": widest, "modules": modules}
@@ -298,12 +297,12 @@ def explain_autocast(
     with contextlib.nullcontext() if policy is None else _fp8_and_precision(policy, enabled=True, filter=filter):
         lists = lists._replace(chooser=chooser)
         fn, args, kwargs = flax_modules.unbound(fn, args, kwargs)  # a model whose state a trace may change
-        found = explain.explain(fn, lists, args, kwargs)
+        explanation = explain.explain(fn, lists, args, kwargs)
         if measure:
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((args, kwargs))):
                 raise ValueError("explain_autocast: measure=True runs the function; got a jax.ShapeDtypeStruct")
-            found = explain.measure(fn, lists, args, kwargs, found, grad=grad)
-        return found
+            explanation = explain.measure(fn, lists, args, kwargs, explanation, grad=grad)
+        return explanation
 
 
 def _with_recipe(dtype: Any, recipe: Any, filter: chosen_layers.Filter) -> tuple[Any, Any]:
@@ -339,16 +338,16 @@ def around_loss(policy: Policy | None, *, is_default: bool) -> Iterator[None]:
         return
     outer, now = regions.current(), ambient.now()
     wanted = _dtype_of(policy)
-    kept = outer is not None and (is_default or outer.dtype == (None if wanted == jnp.float32 else wanted))
+    keeps_outer = outer is not None and (is_default or outer.dtype == (None if wanted == jnp.float32 else wanted))
     in_fp8 = now.fp8_layers is not None and ambient.FP8_ENABLED.value
     kept_fp8 = in_fp8 or (is_default and (now.fp8_layers is not None or not ambient.FP8_ENABLED.value))
-    lists = outer if outer is not None and kept else cast_lists.make_lists(wanted)
+    lists = outer if outer is not None and keeps_outer else cast_lists.make_lists(wanted)
     if lists.dtype is not None and lists.keeps is None:  # the region around has no policy, or one without keep_fp32
         lists = lists._replace(keeps=_kept_by(policy))
     if policy.recipe is not None and not kept_fp8 and lists.chooser is None and not regions.is_tracing():
         lists = lists._replace(chooser=fp8_products.chooser_of(policy.recipe, of_policy=True))
     with contextlib.ExitStack() as stack:
-        if not kept or lists != outer:
+        if not keeps_outer or lists != outer:
             stack.enter_context(rewrite.region_of(lists))
         # value_and_grad warns if the loss of a policy multiplies nothing in fp8, so its region does not.
         stack.enter_context(_fp8_and_precision(policy, enabled=True, fp8=not kept_fp8))

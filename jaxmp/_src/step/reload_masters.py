@@ -67,12 +67,12 @@ def reload_master_params(opt_state: Any, params: PyTree, *, before: PyTree | Non
     def new_master(path: str, master: Array) -> Array:
         if old is not None and new[path] is old[path]:
             return master
-        made = _as_master(_in_float32(new[path]), master)
+        new_master = _as_master(_in_float32(new[path]), master)
         if old is None or new[path].dtype != old[path].dtype:
-            return made
+            return new_master
         is_old = jnp.equal(*host_memory.to_device((placed(jnp.asarray(new[path]), old[path]), jnp.asarray(old[path]))))
-        kept, made = host_memory.to_device((jnp.asarray(master), made))
-        return placed(jnp.where(placed(is_old, kept), kept, made), master)
+        old_master, new_master = host_memory.to_device((jnp.asarray(master), new_master))
+        return placed(jnp.where(placed(is_old, old_master), old_master, new_master), master)
 
     def remade(state: states.StepState) -> states.StepState:
         if state.master_params is None:

@@ -66,7 +66,7 @@ class Reads:
       anywhere: whether a program said, by `get_loss_scale(())`, that it scales by itself.
       read: by the scale, the ranks of the gradients of each loss that it scaled, until an update divides by it.
       alone: by these ranks, how many reads there were of scales that no update divided by.
-      made: the scales that an update made, in a trace.
+      from_updates: the scales that an update made, in a trace.
       traces: the last traces in which a scale was read.
       scaled: the `Scaled` of each gradient that `value_and_grad` returned.
       unscaled: by each gradient that `unscale` or a `GradScaler` returned, a reference to the scale.
@@ -75,7 +75,7 @@ class Reads:
     anywhere: bool = False
     read: ByIdentity = dataclasses.field(default_factory=ByIdentity)
     alone: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    made: ByIdentity = dataclasses.field(default_factory=ByIdentity)
+    from_updates: ByIdentity = dataclasses.field(default_factory=ByIdentity)
     traces: collections.deque = dataclasses.field(default_factory=lambda: collections.deque(maxlen=16))
     scaled: ByIdentity = dataclasses.field(default_factory=ByIdentity)
     unscaled: ByIdentity = dataclasses.field(default_factory=ByIdentity)
@@ -128,7 +128,7 @@ def note_read(scale: Array, grads: PyTree = None) -> None:
         MEMORY.traces.append(compat.trace_state())
     read_for = MEMORY.read.get(scale)
     was_used = read_for == []  # by an update: what reads it now shows it
-    counts = ranks is not None or (is_traced and not MEMORY.made.get(scale) and not was_used)
+    counts = ranks is not None or (is_traced and not MEMORY.from_updates.get(scale) and not was_used)
     MEMORY.read.set(scale, [*(read_for or ()), *([ranks] if counts else ())])
     MEMORY.alone[ranks] += counts
 
@@ -147,7 +147,7 @@ def note_scaled(grads: PyTree, scale: Array, compute_dtype: Any) -> None:
 def note_made(scale: Array, *, before: Array) -> None:
     """Notes that an update made `scale` from the scale `before`."""
     if isinstance(scale, Tracer) and scale is not before:
-        MEMORY.made.set(scale, True)
+        MEMORY.from_updates.set(scale, True)
 
 
 def note_unscaled(grads: PyTree, scale: Array) -> None:
@@ -222,7 +222,7 @@ def check_scaled(grads: PyTree, params: PyTree, scale: Array, *, is_dynamic: boo
         )
     elif not isinstance(scale, Tracer):
         pass
-    elif MEMORY.made.get(scale) and MEMORY.read.get(scale) is None and compat.trace_state() in MEMORY.traces:
+    elif MEMORY.from_updates.get(scale) and MEMORY.read.get(scale) is None and compat.trace_state() in MEMORY.traces:
         message = (
             "gradients must be unscaled by the scale that scaled them; got the scale that an earlier update in this "
             "trace made. Compute new gradients by jaxmp.value_and_grad with the opt_state that this update gets."

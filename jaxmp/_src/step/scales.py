@@ -140,9 +140,9 @@ def update_amax(recipe: Recipe) -> MovesScales:
         lost = _lost_gradients(params, amaxes)
         return jax.tree.unflatten(treedef, moves), Fp8State(tuple(states), saturated, unused, lost, spoiled)
 
-    made = MovesScales(init_fn, update_fn)
-    made.recipe, made.observe, made.move = recipe, observe, move
-    return made
+    transform = MovesScales(init_fn, update_fn)
+    transform.recipe, transform.observe, transform.move = recipe, observe, move
+    return transform
 
 
 def is_delayed(recipe: Recipe) -> bool:
@@ -186,8 +186,8 @@ def resize_history(opt_state: Any, recipe: DelayedScaling) -> Any:
             return node
         return node._replace(amax_states=tuple(resize(group) for group in node.amax_states))
 
-    found = [group for fp8_state in find(opt_state, Fp8State) for group in fp8_state.amax_states]
-    for old in sorted({group.amax_history.shape[-2] for group in found} - {length}):
+    groups = [group for fp8_state in find(opt_state, Fp8State) for group in fp8_state.amax_states]
+    for old in sorted({group.amax_history.shape[-2] for group in groups} - {length}):
         warn(
             "history-resized",
             f"an amax history of length {old} becomes one of length {length}; the newest amaxes are kept",
@@ -323,4 +323,4 @@ def groups_of(recipe: Recipe, params: PyTree) -> list[_Group]:
     for i, (path, _) in enumerate(tree_paths.boxed_leaves(params)[0]):
         pattern = scale_leaves.pattern_for(recipes, path, "fp8 scale")
         members.setdefault((pattern, scale_leaves.format_of(path)[0]), []).append(i)
-    return [_Group(recipes[pattern], backward, tuple(found)) for (pattern, backward), found in members.items()]
+    return [_Group(recipes[pattern], backward, tuple(indices)) for (pattern, backward), indices in members.items()]

@@ -308,8 +308,8 @@ def _scalings(opt_state: Any) -> list[Any]:
 
 def may_scale(opt_state: Any) -> bool:
     """Whether there may be a loss scale other than 1: False only if it is known that there is none."""
-    found = _scalings(opt_state)
-    return not found or not all(isinstance(x, NoLossScaleState) for x in found)
+    scalings = _scalings(opt_state)
+    return not scalings or not all(isinstance(x, NoLossScaleState) for x in scalings)
 
 
 def computes_low(opt_state: Any) -> bool:
@@ -337,21 +337,21 @@ def with_policy(opt_state: Any, policy: Any) -> Any:
 
 def policy_of(opt_state: Any) -> Any:
     """The policy that was written by `with_policy`, or None."""
-    found = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, StepState))
-    return next((vars(x)["policy"] for x in found if isinstance(x, StepState) and hasattr(x, "policy")), None)
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, StepState))
+    return next((vars(x)["policy"] for x in nodes if isinstance(x, StepState) and hasattr(x, "policy")), None)
 
 
 def loss_scale_of(opt_state: Any) -> Float[Array, ""]:
     """`get_loss_scale`, which does not count as read."""
     if hasattr(opt_state, "get_scale"):  # a GradScaler
         return opt_state.get_scale()
-    found = _scalings(opt_state)
-    if len(found) > 1:
+    scalings = _scalings(opt_state)
+    if len(scalings) > 1:
         raise ValueError(
-            f"opt_state must hold one loss scale; got {len(found)}. Put one mixed_precision around "
+            f"opt_state must hold one loss scale; got {len(scalings)}. Put one mixed_precision around "
             f"optax.multi_transform."
         )
-    return found[0].loss_scale if found else jnp.ones((), jnp.float32)
+    return scalings[0].loss_scale if scalings else jnp.ones((), jnp.float32)
 
 
 def check_is_state(opt_state: Any, reader: str) -> None:
@@ -406,8 +406,8 @@ def get_master_params(opt_state: Any, params: PyTree) -> PyTree:
         whole = [m if m.dtype == jnp.float32 else _joined(p, m) for p, m in pairs]
         return jax.tree.unflatten(jax.tree.structure(param), whole)
 
-    found = masters_of(opt_state, params)
-    return jax.tree.map(in_float32, params, found, is_leaf=tree_paths.is_box)
+    own_masters = masters_of(opt_state, params)
+    return jax.tree.map(in_float32, params, own_masters, is_leaf=tree_paths.is_box)
 
 
 def _joined(param: Array, remainder: Array) -> Array:
@@ -424,12 +424,12 @@ def masters_of(opt_state: Any, params: PyTree) -> PyTree:
     They may be the params of a whole model of which the optimizer trains a part.
     """
     units, treedef = jax.tree.flatten(params, is_leaf=tree_paths.is_box)
-    found: list[Any] = [None] * len(units)
+    of_unit: list[Any] = [None] * len(units)
     for state in with_masters(opt_state):
         for i, master in enumerate(masters.by_unit(treedef, state.master_params, params, may_be_frozen=True)):
             if not isinstance(master, optax.MaskedNode):
-                found[i] = master
-    return jax.tree.unflatten(treedef, found)
+                of_unit[i] = master
+    return jax.tree.unflatten(treedef, of_unit)
 
 
 def with_masters(opt_state: Any) -> list[StepState]:
@@ -510,21 +510,21 @@ def _metrics(opt_state: Any) -> dict[str, Array]:
 
 
 def _fp8_metrics(opt_state: Any) -> dict[str, Array]:
-    found = find(opt_state, Fp8State)
+    fp8_states = find(opt_state, Fp8State)
     names = ("min_scale", "max_scale", "max_amax", "saturated", "unused", "lost_gradients", "spoiled")
-    if not found:
+    if not fp8_states:
         return {f"fp8/{name}": jnp.full((), jnp.nan, jnp.float32) for name in names}
     # Scales lie along the last axis. The replicas of pmap have an axis before it, which stays.
-    scales = jnp.concatenate([group.scale for group in found[0].amax_states], axis=-1)
-    newest = jnp.concatenate([group.amax_history[..., -1, :] for group in found[0].amax_states], axis=-1)
+    scales = jnp.concatenate([group.scale for group in fp8_states[0].amax_states], axis=-1)
+    newest = jnp.concatenate([group.amax_history[..., -1, :] for group in fp8_states[0].amax_states], axis=-1)
     values = (
         jnp.min(scales, axis=-1),
         jnp.max(scales, axis=-1),
         jnp.max(newest, axis=-1),
-        found[0].saturated_tensors,
-        found[0].unused_tensors,
-        found[0].lost_gradients,
-        found[0].spoiled_tensors,
+        fp8_states[0].saturated_tensors,
+        fp8_states[0].unused_tensors,
+        fp8_states[0].lost_gradients,
+        fp8_states[0].spoiled_tensors,
     )
     return {f"fp8/{name}": value for name, value in zip(names, values, strict=True)}
 
@@ -533,8 +533,8 @@ def was_skipped(opt_state: Any) -> Bool[Array, ""]:
     """Whether the last update was skipped; False for an optimizer that never skips."""
     if hasattr(opt_state, "found_inf"):  # a GradScaler, between step and update
         return opt_state.found_inf()
-    found = [state.skipped for state in find(opt_state, StepState) if state.skipped is not None]
-    return found[0] if found else jnp.zeros((), bool)
+    flags = [state.skipped for state in find(opt_state, StepState) if state.skipped is not None]
+    return flags[0] if flags else jnp.zeros((), bool)
 
 
 def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
@@ -569,8 +569,8 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
         fix = "Pass the whole tree that the step made, with an old one of the same leaves."
         tree_paths.check_same_structure(new, old, "new", "old", fix)
         new = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
-    if found := tree_paths.first_of_other_shape(old, new):
-        path, old_shape, new_shape = found
+    if other_shape := tree_paths.first_of_other_shape(old, new):
+        path, old_shape, new_shape = other_shape
         raise ValueError(
             f"a skipped step must keep shapes; got {new_shape} in new and {old_shape} in old at {path}. With "
             f"accumulate=, pass carry_argnum=."

@@ -271,9 +271,9 @@ def _transformation(rule: heart.Rule, policy: Policy | None) -> Transformation:
     ) -> tuple[PyTree, StepState]:
         return step(updates, state, params, adds=True, **extra_args)
 
-    made = Transformation(functools.partial(init, rule, policy), update_fn)
-    made.step, made.rule, made.policy = step, rule, policy
-    return made
+    transform = Transformation(functools.partial(init, rule, policy), update_fn)
+    transform.step, transform.rule, transform.policy = step, rule, policy
+    return transform
 
 
 def init(rule: heart.Rule, policy: Policy | None, params: PyTree) -> StepState:
@@ -402,9 +402,9 @@ def unscale(grads: PyTree, opt_state: Any) -> PyTree:
     def unscaled(path: str, g: Any) -> Any:
         return g if scale_leaves.is_scale(path) else g.astype(jnp.float32) * inv_scale
 
-    found = tree_paths.map_with_path(unscaled, grads)
-    scale_reads.note_unscaled(found, scale)
-    return found
+    unscaled_grads = tree_paths.map_with_path(unscaled, grads)
+    scale_reads.note_unscaled(unscaled_grads, scale)
+    return unscaled_grads
 
 
 def largest_of(dtype: Any) -> float:

@@ -69,8 +69,8 @@ def value_and_grad(
 
     With a policy, the loss runs in its precision: under `jaxmp.autocast` with its compute dtype, with linen's layers in
     fp8 where it says fp8, and with its matmul precision ("fp32", "tf32"). Modules keep a 16-bit `dtype=` of their own;
-    float32 is no request, but a layer whose params all fit `keep_fp32` of the policy computes in float32. A
-    `with jaxmp.autocast(...)` inside the loss is the innermost. Without a policy nothing is cast.
+    `dtype=float32` is ignored. A layer whose params all fit `keep_fp32` of the policy computes in float32. A
+    `with jaxmp.autocast(...)` inside the loss counts before the policy. Without a policy nothing is cast.
 
     Args:
       fun: returns a scalar loss, or `(loss, aux)` with `has_aux`. Return the loss in float32.
@@ -143,8 +143,8 @@ def value_and_grad(
         batches, whole = split_arguments(args, (*diff_argnums, *carried), accumulate_argnums, k)
 
         def loss_fn(diff: Any, carry: Any, batch: Any) -> Any:
-            given = dict(zip(diff_argnums, diff, strict=True)) | whole | batch | carry
-            loss, aux = loss_and_aux(fun(*(given[i] for i in range(len(args))), **kwargs), has_aux, k)
+            arguments = dict(zip(diff_argnums, diff, strict=True)) | whole | batch | carry
+            loss, aux = loss_and_aux(fun(*(arguments[i] for i in range(len(args))), **kwargs), has_aux, k)
             return loss, *carried_arguments.take(aux, carry)
 
         carry = {i: args[i] for i in carried}
@@ -333,8 +333,8 @@ def check_call(call: str, args: Sequence[Any], argnums: Sequence[int], opt_state
     """
     # A loss may take a state of its own, where `opt_state` is given by its name.
     looked = range(len(args)) if opt_state is None else argnums
-    given = {f"argument {i}": ("tree" if i in argnums else "not a state", args[i]) for i in looked}
-    argument_kinds.check(call, **given, opt_state=("state or holder", opt_state))
+    arguments = {f"argument {i}": ("tree" if i in argnums else "not a state", args[i]) for i in looked}
+    argument_kinds.check(call, **arguments, opt_state=("state or holder", opt_state))
     if not states.has_loss_scale(getattr(opt_state, "opt_state", opt_state)):
         raise ValueError(
             f"opt_state must hold a loss scale; got {'None' if opt_state is None else 'a state without'}. Pass "

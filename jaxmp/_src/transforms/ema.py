@@ -119,13 +119,13 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
       >>> get_ema_params(opt_state, params)
       {'w': Array([0.75], dtype=float32)}
     """
-    found = states.find(opt_state, EmaParamsState)
-    if len(found) != 1:
+    ema_states = states.find(opt_state, EmaParamsState)
+    if len(ema_states) != 1:
         raise ValueError(
-            f"opt_state must have one ema_params; got {len(found)}. Write optax.chain(optax.adamw(1e-3), "
+            f"opt_state must have one ema_params; got {len(ema_states)}. Write optax.chain(optax.adamw(1e-3), "
             f"jaxmp.ema_params(0.999))."
         )
-    weight = found[0].ema_weight
+    weight = ema_states[0].ema_weight
 
     def read(param: Any, average: Any) -> Any:  # float32; each may be in a box
         if isinstance(average, optax.MaskedNode):
@@ -141,5 +141,5 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
         return jnp.where(weight > 0, e / weight, w)
 
     units, treedef = jax.tree.flatten(states.get_master_params(opt_state, params), is_leaf=tree_paths.is_box)
-    averages = masters.by_unit(treedef, found[0].ema_params, params)
+    averages = masters.by_unit(treedef, ema_states[0].ema_params, params)
     return treedef.unflatten([read(p, e) for p, e in zip(units, averages, strict=True)])

@@ -264,9 +264,9 @@ def _fused(
         compress.check_form(state, state_dtype, compressed=not is_wide)
         return stored.update(updates, state, params, **extra_args)
 
-    made = optimizers.InPlace(stored.init, update_fn)
-    made.write, made.measures, made.backend = write_fn, bool(max_norm), backend
-    return made
+    transform = optimizers.InPlace(stored.init, update_fn)
+    transform.write, transform.measures, transform.backend = write_fn, bool(max_norm), backend
+    return transform
 
 
 def _map_states(f: Callable[[Any], Any], state: Any) -> Any:
