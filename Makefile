@@ -15,6 +15,7 @@
 #   make corruption 1,000 damages of a saved checkpoint, none of which may be restored in silence
 #   make kills      50 kills of a job in its steps, saves and restores, and 50 with other devices in each life
 #   make pairs      115 small jobs in which every pair of features meets, interrupted, restored in another process
+#   make mutations  30 faults put into the library, one after the other: at least 28 turn the tests red; an hour
 #   make bench      time a step and its compilation on this CPU, beside other libraries
 #   make h100       compile for H100 without having one, and count bytes and launches
 #   make gpu        tests and times on this GPU, under 8 minutes; a second call goes on: PYTHON has to have jax for CUDA
@@ -41,11 +42,11 @@ LINT ?= 1
 NOTEBOOKS ?= 1
 DOCS ?= 1
 
-.PHONY: help train parity test lint pytest notebooks docs portable frozen faults corruption oracle autocast kills pairs bench h100 gpu clean
+.PHONY: help train parity test lint pytest notebooks docs portable frozen faults corruption oracle autocast kills pairs mutations bench h100 gpu clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 help:
-	@sed -n 's/^#//p' Makefile | sed -n '4,21p'
+	@sed -n 's/^#//p' Makefile | sed -n '4,22p'
 
 # An environment is stamped with a checksum of what it was made from: the interpreter, the constraints, and
 # pyproject.toml as far as packaging goes. The same again installs nothing; anything else re-makes it from nothing.
@@ -115,6 +116,9 @@ kills: $(STAMP)/dev
 pairs: $(STAMP)/dev
 	XLA_FLAGS=--xla_force_host_platform_device_count=4 JAX_PLATFORMS=cpu JAX_CPU_ENABLE_ASYNC_DISPATCH=false \
 	  JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/python tests/support/pairs.py --json benchmarks/results/pairs.json $(ARGS)
+
+mutations: $(STAMP)/dev
+	$(VENV)/bin/python tests/support/mutations.py --json benchmarks/results/mutations.json $(ARGS)
 
 NOTEBOOK_FILES := $(wildcard examples/*.ipynb)
 notebooks: $(STAMP)/dev

@@ -1,15 +1,4 @@
-"""Measures what jaxmp costs, stores the results, and writes their tables into benchmarks/README.md.
-
-Run it from the root of the project:
-
-    python -m benchmarks cpu step           one entry
-    python -m benchmarks h100               all entries of a folder, each in a process of its own
-    python -m benchmarks h100 --table       only write the tables, from the stored results
-    python -m benchmarks cpu step --tiny    the smallest sizes: writes nothing
-    python -m benchmarks h100 steps         goes on with the rows that this code has not measured
-
-The exit status is 1 if an entry fails or misses a target. Entries:
-"""
+"""Measures what jaxmp costs, stores the results, and writes their tables into benchmarks/README.md."""
 
 import ast
 import dataclasses
@@ -23,18 +12,27 @@ from benchmarks.lib.benchmark import Benchmark, run
 
 HERE = Path(__file__).resolve().parent
 GPU = "gpu"  # one entry, with options of its own
+HELP = """Run it from the root of the project:
+
+    python -m benchmarks cpu step           one entry
+    python -m benchmarks h100               all entries of a folder, each in a process of its own
+    python -m benchmarks h100 --table       only write the tables, from the stored results
+    python -m benchmarks cpu step --tiny    the smallest sizes: writes nothing
+    python -m benchmarks h100 steps         goes on with the rows that this code has not measured
+
+The exit status is 1 if an entry fails or misses a target. Entries:
+"""
 
 
 def entries() -> dict[str, str]:
     """Each entry's name, as on the command line, and the first line of its module's docstring."""
-    files = [*sorted(HERE.glob("cpu/[!_]*.py")), *sorted(HERE.glob("h100/[!_]*.py"))]
-    files += [*sorted(HERE.glob("tpu/[!_]*.py")), HERE / "gpu/run.py"]
-    found = {}
-    for file in [*files, HERE / "recipes.py", HERE / "sqnr.py"]:
+    files = [file for folder in ("cpu", "h100", "tpu") for file in sorted(HERE.glob(f"{folder}/[!_]*.py"))]
+    lines = {}
+    for file in [*files, HERE / "gpu/run.py", HERE / "recipes.py"]:
         parts = file.relative_to(HERE).with_suffix("").parts
         docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
-        found[GPU if parts[0] == GPU else " ".join(parts)] = docstring.split("\n")[0]
-    return found
+        lines[GPU if parts[0] == GPU else " ".join(parts)] = docstring.split("\n")[0]
+    return lines
 
 
 def load(name: str) -> Benchmark:
@@ -58,28 +56,31 @@ def main(arguments: list[str]) -> int:
         table: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
         """Only write the tables, from the stored results."""
         tiny: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-        """Measure the smallest sizes, print the tables and write nothing: for entries of cpu, recipes and sqnr."""
+        """Measure the smallest sizes, print the tables and write nothing: for entries of cpu, tpu and recipes."""
         rows: str = "*"
         """Measure the rows that fit this pattern, such as `GPT*`: for `h100 optimizer` and `h100 steps`."""
 
     known = entries()
-    lines = "\n".join(f"    {name:18}{line}" for name, line in known.items())
-    options = tyro.cli(Options, prog="python -m benchmarks", description=f"{__doc__}\n{lines}", args=arguments)
-    asked = " ".join(options.names)
-    chosen = [name for name in known if asked in (name, name.split()[0])] if asked else [*known] * options.table
+    lines = "\n".join(f"    {entry:18}{line}" for entry, line in known.items())
+    options = tyro.cli(
+        Options, prog="python -m benchmarks", description=f"{__doc__}\n\n{HELP}\n{lines}", args=arguments
+    )
+    name = " ".join(options.names)
+    chosen = [entry for entry in known if name in (entry, entry.split()[0])] if name else [*known] * options.table
     if not chosen:
-        print(f"Entries are: {', '.join(known)}; got: {asked or 'none'}", file=sys.stderr)
+        print(f"Entries are: {', '.join(known)}; got: {name or 'none'}", file=sys.stderr)
         return 2
-    if chosen == [asked]:
-        return run(load(asked), table=options.table, tiny=options.tiny, rows=options.rows)
+    if chosen == [name]:
+        return run(load(name), table=options.table, tiny=options.tiny, rows=options.rows)
     flags = ["--table"] * options.table + ["--tiny"] * options.tiny
     failed = []
-    for name in chosen:
-        print(f"--- {name}", flush=True)
-        command = [sys.executable, "-m", "benchmarks", *name.split(), *flags]
+    for entry in chosen:
+        print(f"--- {entry}", flush=True)
+        command = [sys.executable, "-m", "benchmarks", *entry.split(), *flags]
         if subprocess.run(command, cwd=HERE.parent).returncode:
-            failed.append(name)
-    print(f"--- {len(chosen) - len(failed)} of {len(chosen)} passed", *(f"failed: {name}" for name in failed), sep="\n")
+            failed.append(entry)
+    passed = f"--- {len(chosen) - len(failed)} of {len(chosen)} passed"
+    print(passed, *(f"failed: {entry}" for entry in failed), sep="\n")
     return 1 if failed else 0
 
 

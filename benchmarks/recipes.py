@@ -1,18 +1,4 @@
-"""Measures how precise the three products of a layer are in each fp8 and fp4 recipe; shows what recipes cost in loss.
-
-    y = x w,  dx = g w^T,  dw = x^T g        x [512, 1024], w [1024, 512], g [512, 512]
-
-beside the products in float64. The data are normal; normal with one element in 2000 multiplied by 10^5; normal with one
-row (token) in 64 multiplied by 10^5. Weights are normal in all of them.
-
-    SQNR = 10 log10(sum x^2 / sum (x - cast(x))^2), in dB: the median over the rows of a product
-
-With the median a product does not look precise because its largest rows are. NVFP4's gradients are rounded at random,
-with one key. Delayed scaling has seen the same tensors in the step before, so its scales are those of current scaling.
-The sums are those of the emulation on CPUs.
-
-The losses are not measured here but by `make parity` (examples/parity.py), which trains; the tables show both.
-"""
+"""Measures how precise the products of a layer are in each fp8 and fp4 recipe, and shows what these cost in loss."""
 
 import functools
 import json
@@ -53,7 +39,7 @@ PRODUCTS = ("y", "dx", "dw")
 
 
 def tensors(data: str, rows: int, width: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x, w and g in float32."""
+    """x [rows, 2 width], w and g in float32; outliers, or large rows (tokens), of x and g are 10^5 times as large."""
     rng = np.random.default_rng(seed)
     x, w, g = (rng.normal(size=s) for s in ((rows, 2 * width), (2 * width, width), (rows, width)))
     for t in (x, g):
@@ -66,30 +52,33 @@ def tensors(data: str, rows: int, width: int, seed: int = 0) -> tuple[np.ndarray
 
 @functools.partial(jax.jit, static_argnums=0)
 def products(recipe: Any, x: Any, w: Any, g: Any) -> Any:
-    """y, dx and dw, float32."""
+    """y = x w, dx = g w^T and dw = x^T g, float32; NVFP4's gradients are rounded at random, with one key."""
     key = jax.random.key(0)
     y, back = jax.vjp(lambda x, w: fp8.dot_general(x, w, MATMUL, recipe=recipe, key=key), x, w)
     return y, *back(g)
 
 
-def sqnr_of_rows(found: Any, exact: np.ndarray) -> float:
-    """In dB, the median over the rows."""
-    noise = np.asarray(found, np.float64) - exact
+def sqnr_of_rows(product: Any, exact: np.ndarray) -> float:
+    """10 log10(sum x^2 / sum (x - cast(x))^2), in dB: the median over the rows, as the largest rows are precise."""
+    noise = np.asarray(product, np.float64) - exact
     return float(np.median(10 * np.log10((exact**2).sum(1) / (noise**2).sum(1))))
 
 
 def measure(rows: int = 512, width: int = 512) -> dict[str, Any]:
-    """A row for each recipe and kind of data."""
-    found = []
+    """A row for each recipe and kind of data, by the emulation on CPUs.
+
+    Delayed scaling has seen the same tensors in the step before, so its scales are those of current scaling.
+    """
+    results = []
     for data in DATA:
         x, w, g = tensors(data, rows, width)
         wide = [t.astype(np.float64) for t in (x, w, g)]
         exact = (wide[0] @ wide[1], wide[2] @ wide[1].T, wide[0].T @ wide[2])
         for name, recipe in RECIPES.items():
-            results = zip(PRODUCTS, products(recipe, x, w, g), exact, strict=True)
-            row = {product: round(sqnr_of_rows(y, true), 1) for product, y, true in results}
-            found.append({"recipe": name, "data": data, **row})
-    return {"device": "CPU", "versions": versions(("jax", "jaxlib", "jaxmp")), "rows": found}
+            pairs = zip(PRODUCTS, products(recipe, x, w, g), exact, strict=True)
+            row = {product: round(sqnr_of_rows(y, true), 1) for product, y, true in pairs}
+            results.append({"recipe": name, "data": data, **row})
+    return {"device": "CPU", "versions": versions(("jax", "jaxlib", "jaxmp")), "rows": results}
 
 
 def losses() -> dict[str, dict[str, Any]]:
@@ -109,8 +98,8 @@ def left_out() -> str:
             continue
         differences = []
         for text in texts:
-            found = {(run["policy"], run["seed"]): run["held_out"] for run in text["runs"]}
-            pairs = [(loss, found["fp8", seed]) for (policy, seed), loss in found.items() if policy == name]
+            loss_of = {(run["policy"], run["seed"]): run["held_out"] for run in text["runs"]}
+            pairs = [(loss, loss_of["fp8", seed]) for (policy, seed), loss in loss_of.items() if policy == name]
             differences += [100 * (loss - base) / base for loss, base in pairs]
         mean, error = np.mean(differences), np.std(differences, ddof=1) / len(differences) ** 0.5
         beside = "" if name == "fp8" else f"{mean:+.2f} ± {error:.2f}"

@@ -1,14 +1,4 @@
-"""Times a training step with jaxmp.monitor and without it.
-
-Three programs train the model of examples/train.py in float16. Each runs ten steps in each round, in a different order:
-
-- the step as it is;
-- with `step_stats` of gradients and params at every tenth step, under a condition in the program;
-- with `watch_activations` too: every tenth step runs a second program (`when` is a static argument).
-
-Ratios are taken within a round; the table has their medians. Targets: a watched step takes at most 1.03 of the step as
-it is, and with `when=False` it compiles to the same program as a step without a monitor.
-"""
+"""Times a training step with jaxmp.monitor and without it."""
 
 import functools
 import os
@@ -26,7 +16,7 @@ import jaxmp
 from benchmarks.lib.benchmark import Benchmark
 from benchmarks.lib.examples import train
 from benchmarks.lib.tables import holds, markdown
-from benchmarks.lib.versions import CPU, versions
+from benchmarks.lib.versions import on_cpu
 
 ROUNDS, EVERY, TARGET = 40, 10, 1.03
 PLAIN, STATS, ALL = "as it is", "step_stats", "step_stats and watch_activations"
@@ -38,7 +28,7 @@ def job(cfg: train.Config) -> tuple[Any, Any]:
     policy = jaxmp.get_policy("fp16", keep_fp32=("*norm*",))
     model = train.Transformer(cfg.width, cfg.layers, cfg.heads, dtype=policy.compute_dtype)
     tx = jaxmp.mixed_precision(train.optimizer_of(cfg, small_state=False), policy, loss_scale=2.0**10)
-    params = model.init(jax.random.key(cfg.seed), jnp.zeros((1, cfg.seq_len), jnp.uint8))["params"]
+    params = jax.jit(model.init)(jax.random.key(cfg.seed), jnp.zeros((1, cfg.seq_len), jnp.uint8))["params"]
     return model, jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy=policy)
 
 
@@ -72,7 +62,7 @@ def instructions(step: Any, *shapes: Any) -> list[str]:
 
 
 def measure(cfg: train.Config, *, rounds: int = ROUNDS) -> dict[str, Any]:
-    """The rows of the table, and the targets that no row names."""
+    """The rows of the table, and the targets that no row names. Each program runs ten steps in each round."""
     text, _ = train.load_text()
     tokens = [jnp.asarray(train.sample(text, cfg, i)) for i in range(EVERY)]
     kinds, compiled, states, seconds_to_compile = (PLAIN, STATS, ALL), {}, {}, {}
@@ -132,10 +122,8 @@ def measure_tiny() -> dict[str, Any]:
 
 def measure_all() -> dict[str, Any]:
     """All results, in the sizes of the example."""
-    versions_found = versions(CPU)
-    before, found = os.getloadavg()[0], measure(train.Config())
-    load = f"{before:.1f} to {os.getloadavg()[0]:.1f}"
-    return {"device": f"CPU, {os.cpu_count()} cores, load {load}", "versions": versions_found, **found}
+    before, results = os.getloadavg()[0], measure(train.Config())
+    return {**on_cpu(before), **results}
 
 
 BENCHMARK = Benchmark("cpu monitor", "cpu_monitor.json", measure_all, render, measure_tiny)

@@ -1,18 +1,4 @@
-"""Compares gradients that devices sum in 16 bits and in float32 (`reduce_dtype=`) with float64, for 8 and 64 devices.
-
-Each simulated device computes its own gradient of a model (a tied embedding, norms, and `BLOCKS` residual blocks) for
-its rows, by `reduce_dtype="float32"`. A ring then adds the gradients of all devices:
-
-* in float32;
-* in 16 bits, as without `reduce_dtype` on an accelerator: a product rounds its float32 sum to 16 bits, and so does each
-  hop of the ring. (This is computed here. XLA for CPU reduces in float32, and rounds inside of its products.)
-
-Errors are relative, |found - exact| / |exact| in the norm over all matrices. "of the sum": exact is the float64 mean of
-the devices' gradients. "of the gradient": exact is the gradient of the model in float64, so this includes the roundings
-of activations and of their gradients, which are the same in both.
-
-Target: the error of the sum in float32 is below 1e-6.
-"""
+"""Compares gradients that devices sum in 16 bits and in float32 (`reduce_dtype=`) with float64."""
 
 import os
 import sys
@@ -39,8 +25,8 @@ def params32(seed: int) -> dict[str, Any]:
     shapes = {"tokens": (VOCABULARY, WIDTH)}
     for i in range(BLOCKS):
         shapes |= {f"up{i}": (WIDTH, 4 * WIDTH), f"down{i}": (4 * WIDTH, WIDTH), f"norm{i}": (WIDTH,)}
-    made = {k: rng.normal(size=s) / s[0] ** 0.5 if len(s) > 1 else np.ones(s) for k, s in shapes.items()}
-    return {k: jnp.asarray(x, jnp.bfloat16).astype(jnp.float32) for k, x in made.items()}
+    params = {k: rng.normal(size=s) / s[0] ** 0.5 if len(s) > 1 else np.ones(s) for k, s in shapes.items()}
+    return {k: jnp.asarray(x, jnp.bfloat16).astype(jnp.float32) for k, x in params.items()}
 
 
 def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
@@ -63,20 +49,23 @@ def of_each_device(policy: jaxmp.Policy, tokens: np.ndarray, devices: int) -> li
         return jax.tree.map(lambda g: g[None], grads)
 
     run = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")))
-    found = jax.device_get(run(policy.cast_to_param(params32(0)), tokens))
-    return [g for g in jax.tree.leaves(found) if g.ndim > 2]
+    grads = jax.device_get(run(policy.cast_to_param(params32(0)), tokens))
+    return [g for g in jax.tree.leaves(grads) if g.ndim > 2]
 
 
 def exact_gradient(tokens: np.ndarray) -> list[np.ndarray]:
     """The gradients of the matrices in float64, times the loss scale."""
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params32(0))
-        found = jax.jit(jax.grad(lambda p: 2.0**10 * loss_fn(p, tokens)))(params)
-        return [np.asarray(g) for g in jax.tree.leaves(found) if g.ndim > 1]
+        grads = jax.jit(jax.grad(lambda p: 2.0**10 * loss_fn(p, tokens)))(params)
+        return [np.asarray(g) for g in jax.tree.leaves(grads) if g.ndim > 1]
 
 
 def ring_mean(parts: np.ndarray, dtype: Any) -> np.ndarray:
-    """The mean over the first axis in float64 of a sum as a ring takes it: each hop rounds to `dtype`."""
+    """The mean over the first axis in float64 of a sum as a ring takes it: each hop rounds to `dtype`.
+
+    So do accelerators without `reduce_dtype`. XLA for CPU reduces in float32, and rounds inside of its products.
+    """
     devices = len(parts)
     chunks = np.array_split(parts.reshape(devices, -1), devices, axis=1)
     sums = []
@@ -88,14 +77,14 @@ def ring_mean(parts: np.ndarray, dtype: Any) -> np.ndarray:
     return np.concatenate(sums).reshape(parts.shape[1:]) / devices
 
 
-def error(found: list[np.ndarray], exact: list[np.ndarray]) -> float:
-    """|found - exact| / |exact|."""
-    pairs = list(zip(found, exact, strict=True))
+def error(grads: list[np.ndarray], exact: list[np.ndarray]) -> float:
+    """|grads - exact| / |exact|, in the norm over all matrices."""
+    pairs = list(zip(grads, exact, strict=True))
     return float((sum(np.sum((a - b) ** 2) for a, b in pairs) / sum(np.sum(b**2) for _, b in pairs)) ** 0.5)
 
 
 def rows_of(name: str, devices: int) -> list[dict[str, Any]]:
-    """The errors in 16 bits and in float32."""
+    """The errors in 16 bits and in float32: of the sum alone, and with those of the devices' own gradients."""
     print(f"{name}, {devices} devices", file=sys.stderr, flush=True)
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (ROWS * devices, LENGTH + 1))
     exact = exact_gradient(tokens)
@@ -104,9 +93,9 @@ def rows_of(name: str, devices: int) -> list[dict[str, Any]]:
     whole = [g.astype(np.float64).mean(0) for g in parts]
     rows = []
     for dtype in (policy.compute_dtype, np.dtype(np.float32)):
-        found = [ring_mean(g, dtype) for g in parts]
+        means = [ring_mean(g, dtype) for g in parts]
         row = {"policy": name, "devices": devices, "reduce_dtype": dtype.name}
-        row |= {"error_of_sum": error(found, whole), "error": error(found, exact)}
+        row |= {"error_of_sum": error(means, whole), "error": error(means, exact)}
         too_far = dtype == np.float32 and row["error_of_sum"] > LARGEST
         rows.append(row | {"missed": [f"an error of {row['error_of_sum']:.1e}"] if too_far else []})
     return rows
@@ -135,9 +124,8 @@ def measure_tiny() -> dict[str, Any]:
 
 def measure_all() -> dict[str, Any]:
     """All results."""
-    found = versions(CPU)
     device = f"CPU with {max(DEVICES)} simulated devices, {os.cpu_count()} cores"
-    return {"device": device, "versions": found, **_measured(DEVICES, POLICIES)}
+    return {"device": device, "versions": versions(CPU), **_measured(DEVICES, POLICIES)}
 
 
 BENCHMARK = Benchmark("cpu reduce_dtype", "cpu_reduce_dtype.json", measure_all, render, measure_tiny)

@@ -1,21 +1,6 @@
-"""Times the optimizer's side of a step, and its compilation, beside versions by hand and other libraries.
-
-Every program takes one step of AdamW on the same tree, once with clipping by the global norm and once without: about
-eight million params in 10, 60, 148 or 1000 leaves, with params and state donated. Only `jaxmp` in fp16 and the two
-versions by hand do the same work: float16 params and gradients, float32 masters and moments, a dynamic loss scale, no
-step after an overflow.
-
-    a step            All programs run in each round, in a different order. The ratio to the best version by hand is
-                      taken within a round; the table has the median over rounds.
-    trace, lower,     Of the jitted step, with jax's caches cleared before: the least of three, or of fewer if one
-    compile           takes long.
-
-Targets: jaxmp's step takes at most 1.2 of the best version by hand; trace + lower + compile at most 2 at 1000 leaves.
-Other programs on the machine make the times noisy: the machine's load is stored beside them.
-"""
+"""Times the optimizer's side of a step, and its compilation, beside versions by hand and other libraries."""
 
 import functools
-import itertools
 import os
 import statistics
 import sys
@@ -33,9 +18,10 @@ from jaxtyping import PyTree
 
 import jaxmp
 from benchmarks.lib.benchmark import Benchmark
-from benchmarks.lib.tables import markdown
+from benchmarks.lib.tables import failing, markdown
+from benchmarks.lib.timing import STAGES, compiled_in_stages
 from benchmarks.lib.trees import FP8_SCALES
-from benchmarks.lib.versions import CPU, versions
+from benchmarks.lib.versions import on_cpu
 from benchmarks.programs.recipes import (
     LEARNING_RATE,
     MAX_NORM,
@@ -70,7 +56,11 @@ class Program(NamedTuple):
 
 
 def programs(*, clips: bool = True) -> list[Program]:
-    """jaxmp, the same work by hand, and other libraries."""
+    """jaxmp, the same work by hand, and other libraries: AdamW, with clipping by the global norm or without.
+
+    Only jaxmp in fp16 and the versions by hand do the same: float16 params and gradients, float32 masters and moments,
+    a dynamic loss scale, no step after an overflow.
+    """
     adamw = optax.adamw(LEARNING_RATE)
     tx = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw) if clips else adamw
     ours = optax.chain(jaxmp.clip_by_global_norm(MAX_NORM), adamw) if clips else adamw
@@ -80,9 +70,9 @@ def programs(*, clips: bool = True) -> list[Program]:
     def apply(tx: optax.GradientTransformation, params: PyTree, opt_state: Any, grads: PyTree) -> tuple[PyTree, Any]:
         return jaxmp.apply_gradients(tx, grads, opt_state, params)
 
-    def applied(kind: str, tx: optax.GradientTransformation, **given: Any) -> Program:
+    def applied(kind: str, tx: optax.GradientTransformation, **fields: Any) -> Program:
         step = functools.partial(apply, tx)
-        return Program(f"jaxmp.apply_gradients{kind}", tx.init, step, **given, has_target=True)
+        return Program(f"jaxmp.apply_gradients{kind}", tx.init, step, **fields, has_target=True)
 
     in_fp16 = {"dtype": jnp.float16, "scale": SCALE}
     split = jaxmp.mixed_precision(ours, "bf16", remainder_bits=16)
@@ -127,27 +117,11 @@ def start(program: Program, params: PyTree) -> tuple[PyTree, Any, PyTree]:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-class Compiled(NamedTuple):
-    """A compiled step, and the seconds of each stage."""
-
-    step: Any
-    trace: float
-    lower: float
-    compile: float
-
-
-def compile_step(program: Program, arguments: PyTree) -> Compiled:
-    """Traces, lowers and compiles a step with empty caches."""
+def compile_step(program: Program, arguments: PyTree) -> tuple[Any, list[float]]:
+    """A step compiled with empty caches, and the seconds of each stage."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     jax.clear_caches()
-    times = [time.perf_counter()]
-    traced = jax.jit(program.step, donate_argnums=(0, 1)).trace(*shapes)
-    times.append(time.perf_counter())
-    lowered = traced.lower()
-    times.append(time.perf_counter())
-    compiled = lowered.compile()
-    times.append(time.perf_counter())
-    return Compiled(compiled, *(after - before for before, after in itertools.pairwise(times)))
+    return compiled_in_stages(jax.jit(program.step, donate_argnums=(0, 1)), *shapes)
 
 
 def time_steps(steps: list[Any], arguments: list[Any], rounds: int) -> np.ndarray:
@@ -170,22 +144,23 @@ def measure(n_leaves: int, side: int, rounds: int, *, clips: bool = True) -> lis
     todo = [program for program in programs(clips=clips) if n_leaves <= program.max_leaves]
     params = make_params(n_leaves, side)
     arguments = [start(program, params) for program in todo]
-    made: list[list[Compiled]] = []
+    steps, spent = [], []
     for program, args in zip(todo, arguments, strict=True):
         print(f"{n_leaves} leaves, compiling: {program.name}", file=sys.stderr, flush=True)
-        runs, begun = [compile_step(program, args)], time.perf_counter()
-        while len(runs) < COMPILATIONS and sum(runs[0][1:]) + time.perf_counter() - begun < PATIENCE:
-            runs.append(compile_step(program, args)._replace(step=None))
-        made.append(runs)
+        begun = time.perf_counter()
+        step, first = compile_step(program, args)
+        runs = [first]
+        while len(runs) < COMPILATIONS and sum(first) + time.perf_counter() - begun < PATIENCE:
+            runs.append(compile_step(program, args)[1])
+        steps.append(step)
+        spent.append(dict(zip(STAGES, np.min(runs, axis=0).tolist(), strict=True)))
     print(f"{n_leaves} leaves, {rounds} rounds", file=sys.stderr, flush=True)
-    seconds = time_steps([runs[0].step for runs in made], arguments, rounds)
+    seconds = time_steps(steps, arguments, rounds)
 
     names = [program.name for program in todo]
     hands = [names.index(name) for name in BY_HAND if name in names]
     best = min(hands, key=lambda i: np.median(seconds[:, i]))
     ratios = np.median(seconds / seconds[:, [best]], axis=0)
-    parts = ("trace", "lower", "compile")
-    spent = [{part: min(getattr(run, part) for run in runs) for part in parts} for runs in made]
     least = min(sum(spent[i].values()) for i in hands)
     return [
         {
@@ -196,7 +171,7 @@ def measure(n_leaves: int, side: int, rounds: int, *, clips: bool = True) -> lis
             "step_ms": round(1e3 * statistics.median(seconds[:, i]), 2),
             "least_step_ms": round(1e3 * seconds[:, i].min(), 2),
             "step_ratio": round(float(ratios[i]), 3),
-            **{f"{part}_s": round(spent[i][part], 3) for part in parts},
+            **{f"{part}_s": round(spent[i][part], 3) for part in STAGES},
             "compile_ratio": round(sum(spent[i].values()) / least, 2),
             "missed": _missed(program, n_leaves, ratios[i], sum(spent[i].values()) / least),
         }
@@ -212,7 +187,7 @@ def _missed(program: Program, n_leaves: int, step_ratio: float, compile_ratio: f
         (step_ratio <= STEP_TARGET, f"a step of {step_ratio:.2f}"),
         (compile_ratio <= COMPILE_TARGET or n_leaves < 1000, f"trace + compile of {compile_ratio:.2f}"),
     )
-    return [what for holds, what in checks if not holds]
+    return failing(checks)
 
 
 # --- out --------------------------------------------------------------------------------------------------------------
@@ -234,16 +209,13 @@ def render(results: dict[str, Any]) -> str:
 
 def measure_all() -> dict[str, Any]:
     """All results."""
-    found = versions(CPU)
     measure(2, 8, 1)  # imports and first uses
-    loads, rows = [os.getloadavg()[0]], []
+    before, rows = os.getloadavg()[0], []
     for n, side in SIDES.items():
         for clips in (True, False):
             rows += measure(n, side, ROUNDS[n], clips=clips)
-            loads.append(os.getloadavg()[0])
     missed = [f"{row['program']}, {row['leaves']} leaves: {what}" for row in rows for what in row["missed"]]
-    load = f"load {min(loads):.1f} to {max(loads):.1f}"
-    return {"device": f"CPU, {os.cpu_count()} cores, {load}", "versions": found, "rows": rows, "missed": missed}
+    return {**on_cpu(before), "rows": rows, "missed": missed}
 
 
 BENCHMARK = Benchmark("cpu step", "cpu.json", measure_all, render, lambda: {"rows": measure(2, 8, 1)})

@@ -1,8 +1,4 @@
-"""A section of the GPU run: the kernels' own tests (tests/kernels), compiled for this GPU.
-
-Each test is an item with a time limit of its own, and the first test of each kernel runs before the others. pytest runs
-in this process without the project's configuration: a warning of another version is no failure here.
-"""
+"""A section of the GPU run: the kernels' own tests (tests/kernels), compiled for this GPU."""
 
 import os
 import sys
@@ -21,7 +17,10 @@ def correctness(bench: Bench) -> None:
 
 
 def run(bench: Bench, *, one_of_each_file: bool) -> None:
-    """Runs all of the tests, or the first of each file."""
+    """Runs all of the tests, or the first of each file; a test of each kernel before the others.
+
+    pytest runs in this process without the project's configuration: a warning of another version is no failure here.
+    """
     import pytest
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"

@@ -1,8 +1,4 @@
-"""One launch of each kernel, for what is asked of all of them: the same bits again, in a loop, under compute-sanitizer.
-
-python -m benchmarks.gpu.launches [NAME ...] [--tiny]        launches them once, and says which
-
-"""
+"""One launch of each kernel, for checks of all of them: the same bits again, in a loop, under compute-sanitizer."""
 
 import functools
 import sys
@@ -28,99 +24,88 @@ UPDATES = {
     "Lion, float16 with masters": ("Lion", "float16", "float32", "float32"),
     "Momentum, bfloat16 with masters": ("Momentum", "bfloat16", "float32", "float32"),
 }
+Launch = tuple[Callable[..., Any], Callable[[int], Any]]  # a function, and what makes its arguments from a seed
 
 
-def launches(backend: str, *, side: int = 128, blocks: int = 1) -> dict[str, tuple[Callable[..., Any], Any]]:
-    """For each kernel a function, and a function that makes its arguments from a seed.
+def launches(backend: str, *, side: int = 128, blocks: int = 1) -> dict[str, Launch]:
+    """What launches each kernel.
 
     Args:
       backend: of the kernels.
       side: of matrices, a multiple of 128.
       blocks: leaves have so many times the sizes of `LEAVES`.
     """
-    matrix = functools.partial(normal, (side, side // 2 if side > 128 else side))
-    found: dict[str, tuple[Callable[..., Any], Any]] = {}
-
-    def add(name: str, f: Callable[..., Any], dtypes: str) -> None:
-        found[name] = (
-            functools.partial(f, backend=backend),
-            lambda seed: [matrix(seed * 8 + i, dtype) for i, dtype in enumerate(dtypes.split())],
-        )
-
     one = jnp.float32(1.0)
-    for dtype in ("float32", "bfloat16"):
-        add(f"cast_transpose_amax, {dtype}", lambda x, backend: _cast(x, backend), dtype)
-    add(f"{computed_casts.NAME}, gelu", lambda x, backend: _gelu(x, backend), "bfloat16")
-    add(
-        f"{computed_casts.NAME}, silu(a) b",
-        lambda a, b, backend: computed_casts.silu_gated(a, b, one, backend=backend),
-        "bfloat16 bfloat16",
-    )
+    shape = (side, side // 2 if side > 128 else side)
     rows, experts = (side, 128), (4, 128, 192)
     of_experts = jnp.array([side // 2 - 3, 0, 3, side // 4], jnp.int32)  # and some rows are of nobody
-    found["grouped by_expert"] = (
-        lambda x, w: grouped.by_expert(x, w, of_experts, one, jnp.bfloat16, backend=backend),
-        lambda seed: [normal(rows, seed * 8, "float8_e4m3fn"), normal(experts, seed * 8 + 1, "float8_e4m3fn")],
-    )
-    found["grouped per_expert"] = (
-        lambda x, g: grouped.per_expert(x, g, of_experts, one, jnp.float32, backend=backend),
-        lambda seed: [normal(rows, seed * 8, "float8_e4m3fn"), normal(rows, seed * 8 + 1, "float8_e5m2")],
-    )
     sizes = [n * blocks for n in LEAVES]
 
-    def tree(seed: int, dtype: str = "float16") -> Any:
-        return [[normal((n,), seed * 8 + i, dtype) for i, n in enumerate(sizes)]]
+    def arrays(*arguments: tuple[tuple[int, ...], str]) -> Callable[[int], Any]:
+        return lambda seed: [normal(shape, seed * 8 + i, dtype) for i, (shape, dtype) in enumerate(arguments)]
 
-    over_tree = {
-        "unscale_and_check": functools.partial(pallas_kernels.unscale_and_check, inv_scale=one * 0.5),
-        "gradient_norm": functools.partial(pallas_kernels.gradient_norm, inv_scale=one * 0.5),
-        "cast_tree": functools.partial(pallas_kernels.cast_tree, dtype=jnp.bfloat16),
+    def cast(x: jax.Array) -> Any:
+        return pallas_kernels.cast_transpose_amax(x, jnp.float32(4.0), E4M3, backend=backend)
+
+    def gelu(x: jax.Array) -> Any:
+        return computed_casts.gelu(x, jnp.float32(4.0), x[0].astype(jnp.float32), backend=backend)
+
+    def silu_gated(a: jax.Array, b: jax.Array) -> Any:
+        return computed_casts.silu_gated(a, b, one, backend=backend)
+
+    def by_expert(x: jax.Array, w: jax.Array) -> Any:
+        return grouped.by_expert(x, w, of_experts, one, jnp.bfloat16, backend=backend)
+
+    def per_expert(x: jax.Array, g: jax.Array) -> Any:
+        return grouped.per_expert(x, g, of_experts, one, jnp.float32, backend=backend)
+
+    def tree(seed: int) -> Any:
+        return [arrays(*(((n,), "float16") for n in sizes))(seed)]
+
+    halves: dict[str, Any] = {"inv_scale": one * 0.5, "backend": backend}
+    return {
+        "cast_transpose_amax, float32": (cast, arrays((shape, "float32"))),
+        "cast_transpose_amax, bfloat16": (cast, arrays((shape, "bfloat16"))),
+        f"{computed_casts.NAME}, gelu": (gelu, arrays((shape, "bfloat16"))),
+        f"{computed_casts.NAME}, silu(a) b": (silu_gated, arrays((shape, "bfloat16"), (shape, "bfloat16"))),
+        "grouped by_expert": (by_expert, arrays((rows, "float8_e4m3fn"), (experts, "float8_e4m3fn"))),
+        "grouped per_expert": (per_expert, arrays((rows, "float8_e4m3fn"), (rows, "float8_e5m2"))),
+        "unscale_and_check": (functools.partial(pallas_kernels.unscale_and_check, **halves), tree),
+        "gradient_norm": (functools.partial(pallas_kernels.gradient_norm, **halves), tree),
+        "cast_tree": (functools.partial(pallas_kernels.cast_tree, dtype=jnp.bfloat16, backend=backend), tree),
+        **{
+            f"multi_tensor_update, {name}": (
+                functools.partial(updated, RULES[kind[0]], backend=backend),
+                functools.partial(weights, kind, [(n // 256 or 1, 256) for n in sizes]),
+            )
+            for name, kind in UPDATES.items()
+        },
     }
-    for name, f in over_tree.items():
-        found[name] = (functools.partial(f, backend=backend), tree)
-    for name, kind in UPDATES.items():
-        found[f"multi_tensor_update, {name}"] = (
-            functools.partial(updated, RULES[kind[0]], backend=backend),
-            functools.partial(weights, kind, [(n // 256 or 1, 256) for n in sizes]),
-        )
-    return found
-
-
-def names() -> list[str]:
-    """The names of all launches."""
-    return list(launches("xla"))
 
 
 def normal(shape: tuple[int, ...], seed: int, dtype: str) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
-def _cast(x: jax.Array, backend: str) -> Any:
-    return pallas_kernels.cast_transpose_amax(x, jnp.float32(4.0), E4M3, backend=backend)
-
-
-def _gelu(x: jax.Array, backend: str) -> Any:
-    return computed_casts.gelu(x, jnp.float32(4.0), x[0].astype(jnp.float32), backend=backend)
-
-
 def weights(kind: tuple[str, str, str, str], shapes: Any, seed: int) -> Any:
+    """[a gradient, param, master and moments of each shape]."""
     rule, param_dtype, master, state = kind
-    made = []
+    leaves = []
     for i, shape in enumerate(shapes):
         w = normal(shape, seed * 8 + i, "float32")
-        held = tuple(moments.zeros(shape, state, signed=signed) for signed in RULES[rule].signed)
+        zeros = tuple(moments.zeros(shape, state, signed=signed) for signed in RULES[rule].signed)
         if master.startswith("int"):
-            param, kept = moments.split(w, jnp.dtype(master))
+            param, rest = moments.split(w, jnp.dtype(master))
         else:
-            param, kept = (w.astype(param_dtype), w) if master else (None, w)
-        made.append((normal(shape, seed * 8 + i + 4, param_dtype), param, kept, held))
-    return [made]
+            param, rest = (w.astype(param_dtype), w) if master else (None, w)
+        leaves.append((normal(shape, seed * 8 + i + 4, param_dtype), param, rest, zeros))
+    return [leaves]
 
 
 def updated(rule: Any, weights: Any, *, backend: str, taken: Any = True, step: int = 3) -> Any:
     """(param, master, moments) of each weight after a step, and how many masters saturate."""
     one = jnp.float32(1.0)
-    moved, saturated = update.multi_tensor_update(
+    after, saturated = update.multi_tensor_update(
         [update.Weight(*w) for w in weights],
         rule,
         factor=one * 0.5,
@@ -130,17 +115,14 @@ def updated(rule: Any, weights: Any, *, backend: str, taken: Any = True, step: i
         taken=jnp.asarray(taken),
         backend=backend,
     )
-    return [(w.param, w.master, w.moments) for w in moved], saturated
+    return [(w.param, w.master, w.moments) for w in after], saturated
 
 
 def main(arguments: list[str]) -> None:
-    """Launches each kernel once."""
-    backend = "interpret" if "--tiny" in arguments else "mosaic"
-    asked = [argument for argument in arguments if argument != "--tiny"]
-    for name, (f, make) in launches(backend).items():
-        if not asked or name in asked:
-            print(f"launch: {name}", flush=True)
-            jax.block_until_ready(jax.jit(f)(*make(0)))
+    """Launches each kernel once: `python -m benchmarks.gpu.launches [--tiny]`."""
+    for name, (f, arguments_of) in launches("interpret" if "--tiny" in arguments else "mosaic").items():
+        print(f"launch: {name}", flush=True)
+        jax.block_until_ready(jax.jit(f)(*arguments_of(0)))
 
 
 if __name__ == "__main__":

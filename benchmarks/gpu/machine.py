@@ -1,4 +1,4 @@
-"""The first process of the GPU run: what this machine has. Without it nothing else can be measured."""
+"""The first process of the GPU run: what this machine has."""
 
 import importlib.util
 import shutil
@@ -8,8 +8,8 @@ from typing import Any
 from benchmarks.lib.timing import Bench
 from benchmarks.lib.versions import GPU, versions
 
-NEEDED = ("jax", "flax", "optax", "jmp", "jaxtyping", "pytest")
-USED = ("torch", "tyro", "rich", "matplotlib")  # without them some rows are left out
+NEEDED = ("jax", "flax", "optax", "jmp", "jaxtyping", "pytest", "rich")
+USED = ("haiku", "equinox")  # without them some tests are left out
 
 
 def machine(bench: Bench) -> None:
@@ -18,17 +18,17 @@ def machine(bench: Bench) -> None:
     row: dict[str, Any] = {"what": "machine", "versions": versions((), optional=GPU)}
     row |= {"missing": missing, "driver": _driver(), "compute_sanitizer": shutil.which("compute-sanitizer") is not None}
 
-    def found() -> dict[str, Any]:
+    def device() -> dict[str, Any]:
         import jax
 
-        device = jax.devices()[0]
-        about = {"device": device.device_kind, "platform": device.platform, "devices": jax.device_count()}
-        capability = getattr(device, "compute_capability", None)
+        first = jax.devices()[0]
+        about = {"device": first.device_kind, "platform": first.platform, "devices": jax.device_count()}
+        capability = getattr(first, "compute_capability", None)
         return row | about | ({} if capability is None else {"compute_capability": capability})
 
     if "jax" in missing:
         raise ModuleNotFoundError("No module named 'jax'", name="jax")
-    bench.check("device", found)
+    bench.check("device", device)
 
 
 def _driver() -> str:

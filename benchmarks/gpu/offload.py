@@ -1,10 +1,4 @@
-"""A section of the GPU run: what state and layers in host memory cost in time and save in device memory.
-
-Three programs: copies over the bus; AdamW's update with masters and moments on the device, on the host, and on the host
-in a skipped step, which should copy nothing; and a training step of stacked layers. Each row has the time, the bytes
-that cross the bus by count, the device memory of the compiled program from XLA's analysis, and the memory in use that
-the device's allocator reports. Each program has a process of its own, so nothing else is in that memory.
-"""
+"""A section of the GPU run: what state and layers in host memory cost in time and save in device memory."""
 
 import functools
 from typing import Any
@@ -15,8 +9,9 @@ import numpy as np
 import optax
 
 import jaxmp
-from benchmarks.lib.timing import Bench, Variant, planned
+from benchmarks.lib.timing import Bench, Variant, carried, planned
 from jaxmp import offload as host
+from jaxmp._src.devices import host_memory
 
 BUS = "copy over the bus"
 UPDATE = "apply_gradients, AdamW with masters"
@@ -24,7 +19,11 @@ STEP = "training step of stacked layers"
 
 
 def offload(bench: Bench) -> None:
-    """All programs."""
+    """Copies over the bus; AdamW's update, also in a skipped step, which copies nothing; a step of stacked layers.
+
+    Each row has the time, the bytes over the bus by count, the device memory of XLA's plan, and that of the allocator:
+    each program has a process of its own, so that nothing else is in it.
+    """
     bench.compare(BUS, {"in": lambda: _copy(bench, to_host=False), "out": lambda: _copy(bench, to_host=True)})
     updates = {"device": False, "host": True, "host, skipped": True}
     bench.compare(UPDATE, {name: functools.partial(_update, bench, on, name) for name, on in updates.items()})
@@ -35,7 +34,7 @@ def offload(bench: Bench) -> None:
 def _copy(bench: Bench, *, to_host: bool) -> Variant:
     x = jnp.zeros(2**10 if bench.tiny else 2**26, jnp.float32)
     x = x if to_host else host.to_host(x)
-    move = jax.jit(host.to_host if to_host else host.to_device)
+    move = jax.jit(host_memory.to_host if to_host else host_memory.to_device)
     return Variant(lambda: move(x), work={"bus_bytes": x.size * 4})
 
 
@@ -53,7 +52,7 @@ def _update(bench: Bench, on_host: bool, name: str) -> Variant:
     compiled = step.lower((params, opt_state), grads).compile()
     count = layers * width * width
     crossing = 24 * count if on_host and "skipped" not in name else 0
-    return _carried(compiled, (params, opt_state), (grads,), count, crossing, before)
+    return _variant(compiled, (params, opt_state), (grads,), count, crossing, before)
 
 
 def _step(bench: Bench, on_host: bool) -> Variant:
@@ -62,7 +61,7 @@ def _step(bench: Bench, on_host: bool) -> Variant:
     tx = jaxmp.mixed_precision(inner, "fp16", loss_scale=1.0)
     apply = host.stream_layers(lambda w, x: x + jnp.tanh(x @ w))
     before = _in_use()
-    params = [jnp.full((layers // 4, width, width), 1e-3, jnp.float16)] * 4  # four stacks
+    params = [jnp.full((layers // 4, width, width), 1e-3, jnp.float16) for _ in range(4)]  # four stacks, donated
     opt_state = tx.init(params)
     if on_host:
         params, opt_state = host.put((host.to_host(params), opt_state))
@@ -81,18 +80,12 @@ def _step(bench: Bench, on_host: bool) -> Variant:
     count = layers * width * width
     # Params in twice, gradients out and in twice, masters and moments in and out, params in (for skipped steps) and out
     crossing = (2 * 2 + 2 * 3 + 24 + 2 + 2) * count if on_host else 0
-    return _carried(compiled, (params, opt_state), (x,), count, crossing, before, tokens=rows)
+    return _variant(compiled, (params, opt_state), (x,), count, crossing, before, tokens=rows)
 
 
-def _carried(
+def _variant(
     compiled: Any, state: Any, others: tuple[Any, ...], count: int, crossing: int, before: int | None, tokens: int = 0
 ) -> Variant:
-    held = [state]
-
-    def call() -> Any:
-        held[0] = compiled(held[0], *others)
-        return held[0]
-
     work = {"bus_bytes": crossing} if crossing else {}
     work |= {"tokens": tokens} if tokens else {}
     notes = {
@@ -106,7 +99,7 @@ def _carried(
         now = _in_use()
         return notes if now is None or before is None else notes | {"in_use_mib": (now - before) / 2**20}
 
-    return Variant(call, work=work, notes=measured)
+    return Variant(carried(compiled, state, *others), work=work, notes=measured)
 
 
 def _in_use() -> int | None:

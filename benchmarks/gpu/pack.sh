@@ -20,7 +20,7 @@ fetch() {
 mkdir -p "$folder"
 rm -f "$folder"/*.whl
 fetch --no-deps jmp jaxtyping wadler-lindig dm-haiku equinox # they ask for jax and numpy, which are there
-fetch tyro rich pytest                      # with what they need
+fetch rich pytest # with what they need
 
 size=$(du -sk "$folder" | cut -f1)
 echo "$folder: $(ls "$folder" | wc -l) wheels, $size KiB"

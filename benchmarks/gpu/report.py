@@ -1,8 +1,8 @@
-"""What the GPU run found: a summary, the targets, junit, and the tables of README.md and benchmarks/README.md.
+"""What the GPU run measured: a summary, the targets, junit, and the tables of README.md and benchmarks/README.md."""
 
-It reads the rows of a run only, and needs Python alone. Where nothing was measured it writes nothing.
-"""
+# It reads the rows of a run, and needs Python alone.
 
+import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from benchmarks.gpu.sections import CAST_WAYS, CASTS, DENSE, LAYER, OPTIMIZER, ROWS, SECTIONS, SIDES, STEPS
+from benchmarks.gpu.sections import CAST_WAYS, CASTS, DENSE, OPTIMIZER, ROWS, SECTIONS, SIDES, STEP, STEPS
 from benchmarks.lib import roofline
 from benchmarks.lib.record import BAD, LEFT_OUT, NO_TIME, PASSED, Record, run_of, sources_of
 from benchmarks.lib.tables import README, ROOT, markdown, markers, with_versions, write_between
@@ -43,43 +43,30 @@ class Target(NamedTuple):
 
 def all_targets() -> list[Target]:
     """All targets."""
-    of_copy, us = ("mosaic", "of_copy"), ("mosaic", "us")
-    found = []
+    targets = []
     for dtype in ("float32", "bfloat16"):
         what = CASTS.format(8192, dtype)
-        found.append(Target("casts", what, of_copy, None, 0.85, "of the copy bandwidth"))
-        found.append(Target("casts", what, ("xla", "us"), us, 1.3, "times as fast as XLA"))
-    adamw = "multi_tensor_update AdamW, {}".format
-    kinds = ("float32", "float16 with float32 master", "bfloat16 with 16 bits of remainder")
-    kinds = (*kinds, "bfloat16 with 8 bits of remainder, int8 moments")
-    for what in ("unscale_and_check, float16", "unscale_and_check, float32", *map(adamw, kinds)):
-        found.append(Target("tree", what, of_copy, None, 0.85, "of the copy bandwidth"))
-    for what in ("unscale_and_check, float32", "gradient_norm, float16", adamw(kinds[0])):
-        found.append(Target("tree", what, ("torch", "us"), us, 1.0, "times as fast as torch"))
-    step, fused = OPTIMIZER, ("jaxmp.fused_adamw, fp16", "us")
-    by_hand = ("by hand, select: fp16 params, fp32 masters, clip, adamw", "us")
-    found.append(Target("optimizer", step, by_hand, fused, 1.0, "times as fast as by hand"))
-    found.append(Target("optimizer", step, (fused[0], "of_copy"), None, 0.85, "of the copy bandwidth"))
-    what = DENSE.format(ROWS, *SIDES[0])
-    found.append(Target("dense", what, ("bf16", "us"), ("fp8 delayed", "us"), 1.5, "times as fast as bf16"))
-    what = LAYER.format(4096)
-    found.append(Target("crossover", what, ("bf16", "us"), ("fp8", "us"), 1.35, "times as fast as bf16"))
+        targets.append(Target("casts", what, ("mosaic", "of_copy"), None, 0.85, "of the copy bandwidth"))
+        targets.append(Target("casts", what, ("xla", "us"), ("mosaic", "us"), 1.3, "times as fast as XLA"))
+    fused, by_hand = "jaxmp.fused_adamw, fp16", "by hand, select: fp16 params, fp32 masters, clip, adamw"
+    targets.append(Target("optimizer", OPTIMIZER, (by_hand, "us"), (fused, "us"), 1.0, "times as fast as by hand"))
+    targets.append(Target("optimizer", OPTIMIZER, (fused, "of_copy"), None, 0.85, "of the copy bandwidth"))
+    dense = DENSE.format(ROWS, *SIDES[0])
+    for section, what, least in (("dense", dense, 1.5), ("llama", STEPS["Llama"], 1.35)):
+        targets.append(Target(section, what, ("bf16", "us"), ("fp8 delayed", "us"), least, "times as fast as bf16"))
     for kind, what in STEPS.items():
         memory = ("bf16", "peak_mib"), ("fp8 delayed", "peak_mib")
-        found.append(Target(kind.lower(), what, *memory, 1.0, "no more memory than bf16"))
+        targets.append(Target(kind.lower(), what, *memory, 1.0, "no more memory than bf16"))
     what = "apply_gradients, AdamW with masters"
-    found.append(Target("offload", what, ("device", "peak_mib"), ("host", "peak_mib"), 1.2, "times less memory"))
-    found.append(Target("offload", what, ("host", "us"), ("host, skipped", "us"), 5.0, "times faster when skipped"))
+    targets.append(Target("offload", what, ("device", "peak_mib"), ("host", "peak_mib"), 1.2, "times less memory"))
+    targets.append(Target("offload", what, ("host", "us"), ("host, skipped", "us"), 5.0, "times faster when skipped"))
     what = "training step of stacked layers"
-    found.append(Target("offload", what, ("host", "hidden"), None, 0.5, "of the copies hidden"))
+    targets.append(Target("offload", what, ("host", "hidden"), None, 0.5, "of the copies hidden"))
     for name in ("AdamW, float16 with masters", "AdamW, bfloat16 split, int8 moments"):
         what = f"multi_tensor_update {name}, 16 leaves"
-        by = ("not taken", "us")
-        found.append(Target("skipped", what, ("taken", "us"), by, 5.0, "times faster when not taken"))
-    for what in ("gradient_norm, float16", "multi_tensor_update AdamW"):
-        row, by = f"{what}, 37 leaves and one", ("37 leaves", "us")
-        found.append(Target("leaves", row, ("one leaf", "us"), by, 0.85, "as fast as one leaf"))
-    return found
+        ratio = ("taken", "us"), ("not taken", "us")
+        targets.append(Target("skipped", what, *ratio, 5.0, "times faster when not taken"))
+    return targets
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -87,13 +74,13 @@ def all_targets() -> list[Target]:
 
 def rows_of(records: Iterable[Record]) -> dict[str, list[dict[str, Any]]]:
     """The rows by section, with what only several rows together tell: `of_copy`, and `hidden` of offload."""
-    found = {record.section: [dict(row) for row in record.rows] for record in records}
-    fastest = max((row["bytes_per_s"] for row in found.get("copy", []) if "bytes_per_s" in row), default=None)
-    for row in (row for rows in found.values() for row in rows):
+    by_section = {record.section: [dict(row) for row in record.rows] for record in records}
+    fastest = max((row["bytes_per_s"] for row in by_section.get("copy", []) if "bytes_per_s" in row), default=None)
+    for row in (row for rows in by_section.values() for row in rows):
         if fastest and "bytes_per_s" in row:
             row["of_copy"] = row["bytes_per_s"] / fastest
-    hidden_share(found.get("offload", []))
-    return found
+    hidden_share(by_section.get("offload", []))
+    return by_section
 
 
 def hidden_share(rows: list[dict[str, Any]]) -> None:
@@ -117,43 +104,36 @@ def targets(records: Sequence[Record]) -> list[dict[str, Any]]:
     """
     rows = rows_of(records)
     items = {record.section: record.items for record in records}
-    found = []
-    for target in all_targets():
-        if target.section not in rows:
-            continue
+    results = []
+    for target in (target for target in all_targets() if target.section in rows):
         by = {row["variant"]: row for row in rows[target.section] if row["what"] == target.what and "variant" in row}
-        values = [by.get(variant, {}).get(field) for variant, field in filter(None, (target.of, target.by))]
-        states = [
-            items[target.section].get(f"{target.what}, {variant}", {}).get("state")
-            for variant, _ in filter(None, (target.of, target.by))
-        ]
+        fields = [field for field in (target.of, target.by) if field]
+        values = [by.get(variant, {}).get(field) for variant, field in fields]
+        names = [f"{target.what}, {variant}" for variant, _ in fields]
+        states = [items[target.section].get(name, {}).get("state") for name in names]
         got = None if None in values else values[0] / values[1] if target.by else values[0]
-        unknown = LEFT_OUT in states or any(
-            state == PASSED and v is None for state, v in zip(states, values, strict=True)
-        )
-        holds = None if got is None and unknown else got is not None and got >= target.least
-        wanted = f"{target.least:g} {target.meaning}"
-        found.append({"what": target.what, "wanted": wanted, "got": got, "holds": holds})
-    return found
+        has_no_value = any(state == PASSED and v is None for state, v in zip(states, values, strict=True))
+        is_unknown = LEFT_OUT in states or has_no_value
+        holds = None if got is None and is_unknown else got is not None and got >= target.least
+        least = f"{target.least:g} {target.meaning}"
+        results.append({"what": target.what, "at least": least, "got": got, "holds": holds})
+    return results
 
 
 def pays_from(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The least width above which fp8 is always faster than bf16, and the size of a Llama with that width."""
     widths: dict[int, dict[str, Any]] = {}
     for row in rows:
-        if found := re.fullmatch(LAYER.format(r"(\d+)"), row["what"]):
-            widths.setdefault(int(found.group(1)), {})[row["variant"]] = row
-    measured = {w: by for w, by in widths.items() if {"bf16", "fp8"} <= by.keys()}
-    ratios = {w: by["bf16"]["us"] / by["fp8"]["us"] for w, by in sorted(measured.items())}
-    width = None
-    for w in sorted(ratios, reverse=True):
-        if ratios[w] <= 1:
-            break
-        width = w
-    if not ratios:
+        if match := re.fullmatch(STEP.format("Llama", r"(\d+)", 1), row["what"]):
+            widths.setdefault(int(match.group(1)), {})[row["variant"]] = row
+    pairs = {width: (by.get("bf16"), by.get("fp8 delayed")) for width, by in sorted(widths.items())}
+    ratios = {width: bf16["us"] / fp8["us"] for width, (bf16, fp8) in pairs.items() if bf16 and fp8}
+    if len(ratios) < 2:  # one width, that of the whole step, says nothing
         return None
+    faster = itertools.takewhile(lambda width: ratios[width] > 1, sorted(ratios, reverse=True))
+    width = min(faster, default=None)
     layers = None if width is None else width // 128  # as in Llamas: 16 at 2048, 32 at 4096
-    params = None if width is None else layers * measured[width]["fp8"]["params"]
+    params = None if width is None else width // 128 * widths[width]["fp8 delayed"]["params"]
     return {"width": width, "layers": layers, "params": params, "bf16_us_over_fp8_us": ratios}
 
 
@@ -162,15 +142,15 @@ def pays_from(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 def wrong(record: Record) -> list[tuple[str, str]]:
     """(item, what happened) of whatever did not pass, in one line each."""
-    found = []
+    problems = []
     if record.about["missing"]:
-        found.append(("all of it", f"the package {record.about['missing']} is missing: --wheels FOLDER brings it"))
+        problems.append(("all of it", f"the package {record.about['missing']} is missing: --wheels FOLDER brings it"))
     elif record.about["error"]:
-        found.append(("all of it", _line(record.about["error"])))
+        problems.append(("all of it", _line(record.about["error"])))
     for name, item in record.items.items():
         if item["state"] != PASSED:
-            found.append((name, f"{item['state']}: {_line(item['text'])}"))
-    return found
+            problems.append((name, f"{item['state']}: {_line(item['text'])}"))
+    return problems
 
 
 def _line(text: str) -> str:
@@ -258,12 +238,12 @@ def tables(folder: Path) -> str:
     checks = [t for t in targets(records) if t["got"] is not None or t["holds"] is None]
     if checks:
         parts.append(markdown([["target", "at least", "got", "holds"], *map(_check_row, checks)]))
-    found = pays_from(row for record in records for row in record.rows)
-    if found:
-        ratios = ", ".join(f"{ratio:.2f} at {width}" for width, ratio in found["bf16_us_over_fp8_us"].items())
-        width = found["width"]
-        says = "at no measured width" if width is None else f"from width {width} ({found['params'] / 1e9:.1f}e9 params)"
-        parts.append(f"fp8 is faster than bf16 {says}: bf16's time over fp8's is {ratios}.")
+    crossover = pays_from(row for record in records for row in record.rows)
+    if crossover:
+        ratios = ", ".join(f"{ratio:.2f} at {width}" for width, ratio in crossover["bf16_us_over_fp8_us"].items())
+        width, params = crossover["width"], crossover["params"]
+        where = "at no measured width" if width is None else f"from width {width} ({params / 1e9:.1f}e9 params)"
+        parts.append(f"fp8 is faster than bf16 {where}: bf16's time over fp8's is {ratios}.")
     ended = [f"{r.section} ({counts})" for r in records if (counts := _passed(r))]
     if parts or ended:
         parts.append("Passed: " + "; ".join(ended) + ".")
@@ -286,7 +266,7 @@ def _passed(record: Record) -> str:
 
 def _check_row(t: Mapping[str, Any]) -> list[str]:
     words = {True: "yes", False: "no", None: "not measured"}
-    return [t["what"], t["wanted"], "" if t["got"] is None else f"{t['got']:.2f}", words[t["holds"]]]
+    return [t["what"], t["at least"], "" if t["got"] is None else f"{t['got']:.2f}", words[t["holds"]]]
 
 
 def _number(row: Mapping[str, Any], field: str, unit: float) -> str:
@@ -299,13 +279,12 @@ def write(folder: Path, *, page: Path = README, front: Path = FRONT) -> int:
     """Writes the tables of all devices into both pages; returns the exit status."""
     devices = [path for path in sorted(folder.glob("*")) if tables(path)]
     begin, end = markers("gpu")
-    for target, rest in ((page, tables), (front, None)):
-        texts = []
-        for device in devices:
-            texts.append(with_versions(short(device, target.parent), run_of(device / FILE)))
-            texts += [rest(device)] if rest else []
-        if rest or begin in target.read_text():
-            write_between(begin, end, "\n\n".join(texts) or (NOT_YET if rest else ""), target)
+    texts = []
+    for device in devices:
+        texts += [with_versions(short(device, page.parent), run_of(device / FILE)), tables(device)]
+    write_between(begin, end, "\n\n".join(texts) or NOT_YET, page)
+    if begin in front.read_text():
+        write_between(begin, end, "\n\n".join(filter(None, map(front_table, devices))), front)
     if not devices:
         print(f"no results of a GPU under {folder}: nothing to write")
     return 0
@@ -327,34 +306,34 @@ class Answer(NamedTuple):
 def answers(records: Sequence[Record], device: str) -> list[Answer]:
     """What a reader asks first, as far as it was measured; in the order of the sections."""
     rows = {(row["what"], row["variant"]): row for rows in rows_of(records).values() for row in rows if "us" in row}
-    found = []
+    lines = []
     for record in records:
         if record.section in ("right", "correctness"):
             of = f"{record.counts().get(PASSED, 0)} of {len(record.items)} passed"
-            found.append(Answer(f"right: {SECTIONS[record.section].about}", of))
+            lines.append(Answer(f"right: {SECTIONS[record.section].about}", of))
     gemms = [DENSE.format(ROWS, *sides) for sides in SIDES]
     precisions = list(dict.fromkeys(variant for what, variant in rows if what in gemms))
     for about, whats in ((f"Dense {SIDES[0][0]}x{SIDES[0][1]}", gemms[:1]), ("12 GEMMs of a layer", gemms)):
         for precision in precisions:
-            found += _of_many(about, [(rows.get((w, "bf16")), rows.get((w, precision))) for w in whats], device)
+            lines += _of_many(about, [(rows.get((w, "bf16")), rows.get((w, precision))) for w in whats], device)
     for kind, what in STEPS.items():
         for row in (row for (w, _), row in rows.items() if w == what):
-            found += _of_step(kind, row, rows.get((what, "bf16")), device)
+            lines += _of_step(kind, row, rows.get((what, "bf16")), device)
     for (what, variant), row in rows.items():
         if what == OPTIMIZER and variant.startswith("jaxmp.fused_adamw, fp16"):
             others = {v: r for (w, v), r in rows.items() if w == what and not v.startswith("jaxmp")}
             for short_name, start in (("by hand", "by hand"), ("optax, float32 params", "optax.clip")):
                 times = [r["us"] for v, r in others.items() if v.startswith(start)]
                 if times:
-                    found.append(_beside(f"optimizer, fp16, beside {short_name}", min(times), row, device))
+                    lines.append(_beside(f"optimizer, fp16, beside {short_name}", min(times), row, device))
         if what == CAST_WAYS.format(ROWS, *SIDES[0]) and variant == row["table"]:
-            found += _of_ways(rows, row)
+            lines += _of_ways(rows, row)
         if what in (CASTS.format(8192, "float32"), CASTS.format(8192, "bfloat16")) and variant == "mosaic":
             beside = rows.get((what, "xla"))
             if beside:
                 about = f"`{what.split(',')[0]}`, {what.split()[-1]}, beside cast and XLA's transpose"
-                found.append(_beside(about, beside["us"], row, device))
-    return found
+                lines.append(_beside(about, beside["us"], row, device))
+    return lines
 
 
 def _of_many(
@@ -404,16 +383,28 @@ def short(folder: Path, page_folder: Path) -> str:
     It draws the picture, too.
     """
     device = run_of(folder / FILE).get("device", "")
-    found = answers(stored(folder), device)
-    if not found:
+    lines = answers(stored(folder), device)
+    if not lines:
         return ""
-    (folder / PICTURE).write_text(picture([a for a in found if a.speedup], f"times as fast, on {device}"))
+    (folder / PICTURE).write_text(picture([a for a in lines if a.speedup], f"times as fast, on {device}"))
     cells = [[f"on {device}", "measured", "times as fast", "by roofline", "of it"]]
-    for a in found:
+    for a in lines:
         speedup = "" if a.speedup is None else f"{a.speedup:.2f}"
         cells.append([a.what, a.measured, speedup, *_beside_roofline(a)])
     where = Path(os.path.relpath(folder / PICTURE, page_folder)).as_posix()
     return f"![Speedups on {device}]({where})\n\n{markdown(cells)}"
+
+
+def front_table(folder: Path) -> str:
+    """What fp8 gains on one device, in a few rows for README.md; "" without results."""
+    run = run_of(folder / FILE)
+    device = run.get("device", "")
+    gains = [a for a in answers(stored(folder), device) if a.speedup and a.what.endswith("fp8 delayed")]
+    if not gains:
+        return ""
+    cells = [[f"on {device}", "in fp8", "times as fast as bf16"]]
+    cells += [[a.what.removesuffix(", fp8 delayed"), a.measured, f"{a.speedup:.2f}"] for a in gains]
+    return markdown(cells)
 
 
 def _beside_roofline(answer: Answer) -> tuple[str, str]:

@@ -1,21 +1,4 @@
-"""Tests kernels and times kernels, layers and steps on a GPU, in under 8 minutes; every section in its own process.
-
-    make gpu PYTHON=...                                     everything, with the interpreter that has jax for CUDA
-    python3 -m benchmarks gpu --wheels FOLDER               the same; packages that it lacks are in FOLDER
-    python3 -m benchmarks gpu --sections copy,casts         some sections
-    python3 -m benchmarks gpu --tiny                        toy sizes, interpreted kernels: on a machine without a GPU
-    python3 -m benchmarks gpu --report                      only the tables of README.md and benchmarks/README.md
-
-It runs in the source tree, without installing anything and without a package registry. `benchmarks/gpu/pack.sh FOLDER`
-makes the folder of wheels where there is a registry.
-
-Each row is written into results/gpu/<device>/rows.jsonl when it is measured: a fault, a deadlock, a missing package or
-a kill costs one item, and leaves its error text there. The summary says what passed, what failed and what is missing.
-The same command again goes on: what passed with this code on this device is kept, and compiled programs lie in build/.
-With --add, sections that passed with other code are kept, too, and the tables say which code measured which section.
-
-The exit status is 0 if every section ended well and, on a GPU, every target was met.
-"""
+"""Tests kernels and times kernels, layers and steps on a GPU, in under 8 minutes; every section in its own process."""
 
 import argparse
 import contextlib
@@ -64,16 +47,16 @@ def main(arguments: Sequence[str], *, sections: Mapping[str, Section] = SECTIONS
     before = {s: signal.signal(s, _stop) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
         try:
-            found = look(runner, machine, out, options, ends)
+            about = look(runner, machine, out, options, ends)
         except Stopped as e:
-            found = f"stopped by {e} before anything was measured"
-        if isinstance(found, str):
-            print(found, file=sys.stderr)
+            about = f"stopped by {e} before anything was measured"
+        if isinstance(about, str):
+            print(about, file=sys.stderr)
             return 2
-        folder = out / re.sub(r"\W+", "_", found["device"]).strip("_").lower()
+        folder = out / re.sub(r"\W+", "_", about["device"]).strip("_").lower()
         folder.mkdir(exist_ok=True)
         try:
-            run_sections(runner, {name: sections[name] for name in options.sections}, folder, found, options, ends)
+            run_sections(runner, {name: sections[name] for name in options.sections}, folder, about, options, ends)
         except Stopped as e:
             stopped = True
             print(f"stopped by {e}: the same command goes on here", flush=True)
@@ -82,7 +65,7 @@ def main(arguments: Sequence[str], *, sections: Mapping[str, Section] = SECTIONS
             signal.signal(s, handler)
     records = [Record(folder / report.FILE, name) for name in options.sections]
     report.write_junit(folder / "junit.xml", records)
-    text = report.summary(records, found)
+    text = report.summary(records, about)
     (folder / "summary.md").write_text(text + "\n")
     missed = [] if options.tiny else [t for t in report.targets(records) if t["holds"] is False]
     if out == FOLDER:
@@ -90,7 +73,7 @@ def main(arguments: Sequence[str], *, sections: Mapping[str, Section] = SECTIONS
     if not options.tiny:
         print(report.tables(folder), end="\n\n")
     print(text)
-    print(*(f"target missed: {t['what']}: {t['got']}, at least {t['wanted']}" for t in missed), sep="\n")
+    print(*(f"target missed: {t['what']}: {t['got']}, at least {t['at least']}" for t in missed), sep="\n")
     print(report.short(folder, folder))
     print(f"{time.monotonic() - started:.0f} s; the files are in {folder}")
     well = not stopped and not missed and all(record.state() == PASSED for record in records)
@@ -144,34 +127,34 @@ def look(
     path = out / "machine.jsonl"
     path.unlink(missing_ok=True)
     record = runner.run("machine", machine, path, ends)
-    found = next(iter(record.rows), None)
+    about = next(iter(record.rows), None)
     if record.about["missing"]:
         return (
             f"{sys.executable} has no {record.about['missing']}. Name the interpreter that has jax for CUDA: "
             "make gpu PYTHON=/path/to/python3; packages that it lacks come from a folder: ARGS='--wheels FOLDER'"
         )
-    if found is None:
+    if about is None:
         texts = [item["text"] for item in record.items.values()]
         return "\n".join(["jax does not find its device:", record.about["error"], *texts])
-    if not options.tiny and found["platform"] not in ("gpu", "cuda"):
-        return f"this needs an NVIDIA GPU; jax found {found['device']}. To run on a CPU, use --tiny."
-    found |= {"source": source(), "tiny": options.tiny}
-    print(f"{found['device']}: {', '.join(f'{k} {v}' for k, v in found['versions'].items())}")
-    print(f"missing packages: {', '.join(found['missing']) or 'none'}", flush=True)
-    return found
+    if not options.tiny and about["platform"] not in ("gpu", "cuda"):
+        return f"this needs an NVIDIA GPU; jax found {about['device']}. To run on a CPU, use --tiny."
+    about |= {"source": source(), "tiny": options.tiny}
+    print(f"{about['device']}: {', '.join(f'{k} {v}' for k, v in about['versions'].items())}")
+    print(f"missing packages: {', '.join(about['missing']) or 'none'}", flush=True)
+    return about
 
 
 def run_sections(
     runner: "Runner",
     sections: Mapping[str, Section],
     folder: Path,
-    found: Mapping[str, Any],
+    about: Mapping[str, Any],
     options: argparse.Namespace,
     ends: float,
 ) -> None:
     """Runs what is still to run: first what never ran, then what did not end well before."""
     path = folder / report.FILE
-    header = {key: found[key] for key in ("device", "versions", "source", "tiny")}
+    header = {key: about[key] for key in ("device", "versions", "source", "tiny")}
     last = run_of(path)
     adds = options.add and last | {"source": header["source"]} == header
     if last != header and not adds:
@@ -225,19 +208,13 @@ class Runner:
             command += ["--packages", str(self.packages)] * (self.packages is not None)
             command += ["--alone"] * section.alone + ["--tiny"] * self.tiny
             log = path.with_name(f"{name}.log")
-            status, text = self._process(command, self._environment(section), log, seconds + GRACE)
+            status, text = self._process(command, self.environment | dict(section.environment), log, seconds + GRACE)
             record = Record(path, name)
             late = status is None and time.monotonic() > stops
             goes_on = not record.about["ended"] and _note_death(record, status, text, late=late)
             if not goes_on or time.monotonic() > stops:
                 record.note(seconds=round(spent + time.monotonic() - begun, 1))
                 return record
-
-    def _environment(self, section: Section) -> dict[str, str]:
-        added = dict(section.environment)
-        if "XLA_FLAGS" in added:
-            added["XLA_FLAGS"] = f"{self.environment.get('XLA_FLAGS', '')} {added['XLA_FLAGS']}".strip()
-        return self.environment | added
 
     @staticmethod
     def _process(command: list[str], environment: dict[str, str], log: Path, seconds: float) -> tuple[int | None, str]:

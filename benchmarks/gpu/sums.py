@@ -1,8 +1,4 @@
-"""A section of the GPU run: what autocast adds up, and the products that it leaves in float32, beside float64.
-
-A GPU multiplies float32 in TensorFloat-32 unless a product names its precision, and adds up 16-bit numbers in 16 bits
-where a program says so: a CPU shows neither.
-"""
+"""A section of the GPU run: what autocast adds up, and the products that it leaves in float32, beside float64."""
 
 import functools
 import sys
@@ -14,15 +10,19 @@ from benchmarks.lib.timing import Bench
 
 
 def sums(bench: Bench) -> None:
-    """The cases of tests/autocast/test_sums.py at their greatest length, and the short products."""
-    sys.path.insert(0, str(ROOT / "tests" / "autocast"))
+    """The cases of tests/autocast/test_sums.py at their greatest length, and the short products.
+
+    A GPU multiplies float32 in TensorFloat-32 unless a product names its precision, and adds up 16-bit numbers in 16
+    bits where a program says so: a CPU shows neither.
+    """
+    sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("autocast", "support")]
     import test_exact_products
     import test_sums
 
     def of_sum(name: str) -> dict[str, float]:
-        found = test_sums.gaps(name, jnp.bfloat16, 64 if bench.tiny else 8192)
-        assert max(found.values()) <= 2, found
-        return found
+        gaps = test_sums.gaps(name, jnp.bfloat16, 64 if bench.tiny else 8192)
+        assert max(gaps.values()) <= 2, gaps
+        return gaps
 
     for name in test_sums.SUMS:
         bench.check(f"{name}, bf16", functools.partial(of_sum, name))

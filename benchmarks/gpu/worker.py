@@ -1,10 +1,4 @@
-"""Runs one section of the GPU run in a process of its own; the driver (`benchmarks.gpu.run`) starts it.
-
-    python -m benchmarks.gpu.worker copy benchmarks.gpu.kernels:copy --record FILE --seconds 25 --item 20 [--tiny]
-
-It goes on where the record stops: items in the record are not run again. Its exit status is 0 whenever the section came
-to its end; what failed stands in the record. It ends with its driver, also if that is killed.
-"""
+"""Runs one section of the GPU run in a process of its own; the driver (`benchmarks.gpu.run`) starts it."""
 
 import argparse
 import ctypes
@@ -25,7 +19,10 @@ DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the section; returns the exit status."""
+    """Runs the section from where the record stops; returns the exit status, 0 whenever the section came to its end.
+
+    What failed stands in the record. The process ends with its driver, also if that is killed.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.worker")
     parser.add_argument("name")
     parser.add_argument("runs")

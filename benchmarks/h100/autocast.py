@@ -1,19 +1,4 @@
-"""Counts what autocast costs beside the same model cast by hand.
-
-The models of `benchmarks/programs/autocast.py`, forward and backward, are compiled for H100. From the final HLO:
-
-    kernels          launched, in all iterations of loops
-    read, written    bytes, by these kernels
-    converts         instructions that change a dtype, also fused ones; nearly all are free
-    weights cast     elements of kernels (of Dense, Conv, LSTM) that are cast from float32 to 16 bits, in all iterations
-                     of loops, over the number of elements: 1 means that each weight is cast once
-    scratch          memory beside arguments and results; it contains the values kept for the backward pass
-
-Target: kernels, bytes and casts of weights are at most 1.02 of those of the cast by hand.
-
-A cross-entropy with its gradient and its logits is compiled, too. Its program must hold one version of the logits: if
-their last sum is computed in 16 bits for some readers and in float32 for others, a loss may be below zero.
-"""
+"""Counts what autocast costs beside the same model cast by hand."""
 
 import math
 import re
@@ -30,7 +15,7 @@ import jaxmp
 from benchmarks.lib import aot
 from benchmarks.lib.benchmark import Benchmark
 from benchmarks.lib.tables import markdown
-from benchmarks.lib.versions import H100, versions
+from benchmarks.lib.versions import on_h100
 from benchmarks.programs import autocast as programs
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
@@ -56,42 +41,45 @@ def _follow(block: str, blocks: dict[str, list[str]], arguments: list[Any]) -> t
     root = next((m.group(1) for line in blocks[block] if (m := re.match(r"\s*ROOT (%\S+) =", line))), "")
     cast = 0
     for name, type_text, op, operands, attributes in aot.parse(blocks[block]):
-        given = [is_weight.get(operand, False) for operand in operands]
+        weights = [is_weight.get(operand, False) for operand in operands]
         result: Any = False
         if op == "parameter":
             continue
         if op == "tuple":
-            result = given
+            result = weights
         elif op == "get-tuple-element":
             index = int(re.search(r"index=(\d+)", attributes).group(1))  # type: ignore
-            result = given[0][index] if isinstance(given[0], list) else False
+            result = weights[0][index] if isinstance(weights[0], list) else False
         elif op in MOVES:
-            result = all(x is True for x in given)
+            result = all(x is True for x in weights)
         elif op in TAKES:
-            result = given[0]
-        elif op == "convert" and given[0] is True and re.match(r"bf16|f16", type_text):
+            result = weights[0]
+        elif op == "convert" and weights[0] is True and re.match(r"bf16|f16", type_text):
             cast += math.prod(int(d) for d in re.findall(r"\d+", type_text.split("[")[1].split("]")[0]))
         elif inner := re.search(r"(?:calls|body|to_apply)=(%[\w.\-]+)", attributes):
             if op in ("fusion", "fusion-start", "call", "while"):
-                found, result = _follow(inner.group(1), blocks, given)
-                cast += found * aot.turns(op, attributes)
+                inside, result = _follow(inner.group(1), blocks, weights)
+                cast += inside * aot.turns(op, attributes)
         is_weight[name] = result
     return cast, is_weight.get(root, False)
 
 
 def sums_of_shape(compiled: jax.stages.Compiled, shape: tuple[int, ...]) -> list[str]:
     """The dtypes in which sums and matmuls with results of a shape are computed, in all kernels."""
-    found = set()
+    dtypes = set()
     for lines in aot.computations(compiled).values():
         for _, type_text, op, _, _ in aot.parse(lines):
             name, _, sizes = type_text.partition("[")
             if op in ("add", "dot") and sizes.split("]")[0] == ",".join(map(str, shape)):
-                found.add(name)
-    return sorted(found)
+                dtypes.add(name)
+    return sorted(dtypes)
 
 
 def measure_logits(name: str) -> dict[str, Any]:
-    """The dtypes in which the logits of a cross-entropy are computed."""
+    """The dtypes in which the logits of a cross-entropy are computed, whose program holds its gradient, too.
+
+    One: if their last sum is in 16 bits for some readers and in float32 for others, a loss may be below zero.
+    """
     rows, width, classes = 512, 256, 1000
 
     def loss_fn(w: Any, b: Any, x: Any, labels: Any) -> Any:
@@ -166,7 +154,7 @@ def render(results: dict[str, Any]) -> str:
 
 def measure_all() -> dict[str, Any]:
     """All results."""
-    found, rows = versions(H100), []
+    about, rows = on_h100(), []
     for job in programs.h100_jobs():
         rows.append(measure(job, programs.UNCAST, "fp32"))
         for name in DTYPES:
@@ -175,8 +163,7 @@ def measure_all() -> dict[str, Any]:
             if name == "bf16" and "scan over 4" in job.name:
                 rows.append(measure(job, programs.POWERS, name))
     logits = [measure_logits(name) for name in DTYPES]
-    device = "H100 (compiled, not run)"
-    return {"device": device, "versions": found, "missed": missed(rows, logits), "logits": logits, "rows": rows}
+    return {**about, "missed": missed(rows, logits), "logits": logits, "rows": rows}
 
 
 BENCHMARK = Benchmark("h100 autocast", "h100_autocast.json", measure_all, render)

@@ -1,12 +1,4 @@
-"""Counts what a step with FSDP exchanges on 8, 64 and 512 H100s; also writes scaling.md.
-
-The transformer of `benchmarks/programs/fsdp.py` is compiled, not run. Counted in the final program: each collective
-with its dtype and bytes, the collectives that are scheduled to overlap with a matmul, the all-reduces of flags (for
-which the update waits), and scratch memory; and whether params and state are updated in place.
-
-Targets: nothing is gathered in float32 under a 16-bit policy, one all-reduce carries all flags, its size does not grow
-with the number of devices, and all donated buffers are reused.
-"""
+"""Counts what a step with FSDP exchanges on 8, 64 and 512 H100s; also writes scaling.md."""
 
 import sys
 from typing import Any
@@ -14,7 +6,7 @@ from typing import Any
 from benchmarks.lib import aot
 from benchmarks.lib.benchmark import Benchmark
 from benchmarks.lib.tables import ROOT, markdown, with_versions
-from benchmarks.lib.versions import H100, versions
+from benchmarks.lib.versions import on_h100
 from benchmarks.programs import fsdp as fp
 
 SCALING = ROOT / "benchmarks" / "scaling.md"
@@ -27,6 +19,7 @@ NVLINK, INFINIBAND, GPUS_PER_NODE = 450e9, 50e9, 8
 
 def measure(program: fp.Program, devices: int) -> dict[str, Any]:
     """One row."""
+    print(f"compiling for {devices}: {program.name}", file=sys.stderr, flush=True)
     executable = fp.compiled(program, devices)
     memory = executable.memory_analysis()
     report = aot.report(executable)
@@ -48,20 +41,20 @@ def measure(program: fp.Program, devices: int) -> dict[str, Any]:
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
     """The targets that the programs miss, in words."""
-    found = []
+    misses = []
     for row in rows:
         name = f"{row['program']}, {row['devices']} devices"
         if row["policy"] != "fp32" and any("f32" in dtypes.split("+") for dtypes in row["traffic"]["all-gather"]):
-            found.append(f"{name}: gathers in float32")
+            misses.append(f"{name}: gathers in float32")
         if row["flag_reductions"] != 1:
-            found.append(f"{name}: {row['flag_reductions']} all-reduces of flags")
+            misses.append(f"{name}: {row['flag_reductions']} all-reduces of flags")
         if row["alias_bytes"] < row["output_bytes"] - 1024:  # without scalars
-            found.append(f"{name}: {row['output_bytes'] - row['alias_bytes']} bytes are not updated in place")
+            misses.append(f"{name}: {row['output_bytes'] - row['alias_bytes']} bytes are not updated in place")
     for program in SCALED:
         sent = {_small(row) for row in rows if row["program"] == program}
         if len(sent) > 1:
-            found.append(f"{program}: all-reduces of {sorted(sent)} bytes, not the same for every number of devices")
-    return found
+            misses.append(f"{program}: all-reduces of {sorted(sent)} bytes, not the same for every number of devices")
+    return misses
 
 
 def _small(row: dict[str, Any]) -> int:
@@ -138,19 +131,10 @@ Every device has {fp.ROWS} sequences of {fp.LENGTH} tokens. Params, masters and 
 
 def measure_all() -> dict[str, Any]:
     """All results."""
-    found, rows = versions(H100), []
-    for devices in DEVICES:
-        for program in fp.PROGRAMS:
-            if devices == 8 or program.name in SCALED:
-                print(f"compiling for {devices}: {program.name}", file=sys.stderr, flush=True)
-                rows.append(measure(program, devices))
-    return {
-        "device": f"{', '.join(map(str, DEVICES))} x H100 (compiled, not run)",
-        "versions": found,
-        "params": fp.count(),
-        "rows": rows,
-        "missed": missed(rows),
-    }
+    about = on_h100(devices=f"{', '.join(map(str, DEVICES))} x H100")
+    chosen = [(p, devices) for devices in DEVICES for p in fp.PROGRAMS if devices == 8 or p.name in SCALED]
+    rows = [measure(program, devices) for program, devices in chosen]
+    return {**about, "params": fp.count(), "rows": rows, "missed": missed(rows)}
 
 
 BENCHMARK = Benchmark("h100 fsdp", "h100_fsdp.json", measure_all, render)

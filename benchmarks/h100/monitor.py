@@ -1,12 +1,4 @@
-"""Counts what jaxmp.monitor adds to a step.
-
-Each row is `apply_gradients` with fp16 params, masters, clipping and AdamW: alone, after `step_stats` at every tenth
-step, and after `step_stats` at every step. A conditional counts as its more expensive branch, the watched step.
-
-Targets: every donated buffer that the program reads is reused, and none is copied. (Alone, the step does not read the
-float16 params: it has masters.) The statistics need no more scratch memory than the bits of the largest tensor and the
-partial sums of its octaves, which do not grow with the tensor.
-"""
+"""Counts what jaxmp.monitor adds to a step."""
 
 from typing import Any
 
@@ -17,8 +9,8 @@ import optax
 import jaxmp
 from benchmarks.lib import aot
 from benchmarks.lib.benchmark import Benchmark
-from benchmarks.lib.tables import holds, markdown
-from benchmarks.lib.versions import H100, versions
+from benchmarks.lib.tables import failing, holds, markdown
+from benchmarks.lib.versions import on_h100
 
 LAYERS, ROWS, COLUMNS = 4, 1024, 4096
 LARGEST = ROWS * COLUMNS
@@ -28,7 +20,10 @@ KINDS = ("as it is", "step_stats, every 10 steps", "step_stats, every step")
 
 
 def compile_step(kind: str) -> Any:
-    """The optimizer's side of a step, with statistics before it or without."""
+    """The optimizer's side of a step, with statistics before it or without.
+
+    A conditional counts as its more expensive branch: the step that is watched.
+    """
     shapes = {f"layer_{i}": {"kernel": (ROWS, COLUMNS), "bias": (COLUMNS,)} for i in range(LAYERS)}
 
     def of(dtype: Any) -> Any:
@@ -52,27 +47,25 @@ def measure_all() -> dict[str, Any]:
     """All results."""
     n_params, rows = PARAM_BYTES // 2, []
     for kind in KINDS:
-        found = aot.report(compile_step(kind), n_params=n_params)
-        row = {"program": kind, **{k: found[k] for k in ("kernels", "bytes_per_param", "temp_bytes", "alias_bytes")}}
-        row["largest_copy_bytes"] = found["largest_copy_bytes"]
-        rows.append(row)
-    return {
-        "device": "H100, compiled for and not run",
-        "versions": versions(H100),
-        "n_params": n_params,
-        "rows": [row | {"missed": missed(row, rows[0])} for row in rows],
-    }
+        report = aot.report(compile_step(kind), n_params=n_params)
+        keys = ("kernels", "bytes_per_param", "temp_bytes", "alias_bytes", "largest_copy_bytes")
+        rows.append({"program": kind, **{key: report[key] for key in keys}})
+    rows = [row | {"missed": missed(row, rows[0])} for row in rows]
+    return {**on_h100(), "n_params": n_params, "rows": rows}
 
 
 def missed(row: dict[str, Any], plain: dict[str, Any]) -> list[str]:
-    """The targets that a row misses, in words."""
+    """The targets that a row misses, in words: donated buffers that are read are reused, and none is copied.
+
+    Alone, the step does not read the float16 params: it has masters.
+    """
     read = plain["alias_bytes"] + (0 if row is plain else PARAM_BYTES)
     checks = (
         (row["alias_bytes"] == read, f"{row['alias_bytes']} donated bytes reused"),
         (row["largest_copy_bytes"] < LARGEST, f"a copy of {row['largest_copy_bytes']} bytes"),
         (row["temp_bytes"] <= 4 * LARGEST + PARTIAL_SUMS, f"{row['temp_bytes']} bytes of scratch"),
     )
-    return [f"{row['program']}: {what}" for fine, what in checks if not fine]
+    return [f"{row['program']}: {what}" for what in failing(checks)]
 
 
 def render(results: dict[str, Any]) -> str:

@@ -1,15 +1,8 @@
-"""Counts the copies and the scratch memory of a step with its state in host memory.
-
-Each row is `apply_gradients` with fp16 params, masters, clipping and AdamW. Counted are the copies over the bus and
-their bytes, the host arrays that are updated in place, scratch memory on the device, and collectives.
-
-Targets: each array is copied in once and out once and is updated in place, no collective is added, and windows of one
-leaf need scratch memory for at most four leaves.
-"""
+"""Counts the copies and the scratch memory of a step with its state in host memory."""
 
 import re
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxmp
 from benchmarks.lib import aot
 from benchmarks.lib.benchmark import Benchmark
-from benchmarks.lib.tables import holds, markdown
-from benchmarks.lib.versions import H100, versions
+from benchmarks.lib.tables import failing, holds, markdown
+from benchmarks.lib.versions import on_h100
 
 WIDTH, LAYERS = 1024, 8
 COUNT = LAYERS * WIDTH * WIDTH
@@ -41,50 +34,34 @@ class HostSharding(NamedSharding):
         return isinstance(other, HostSharding) and super().__eq__(other)
 
 
-class Case(NamedTuple):
-    """One program; `window` in bytes, or None for a state on the device without `stream_updates`."""
-
-    devices: int
-    window: int | None
-
-
 def missed(row: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
-    """The targets that a row misses, in words; `baseline` is the row with the state on the device."""
-    bytes_each_way = 0 if row["window_bytes"] is None else 12 * COUNT // row["devices"]
-    copies = 0 if row["window_bytes"] is None else 3 * LAYERS
-    expected = {
-        "copies_in": copies,
-        "copies_out": copies,
-        "bytes_in": bytes_each_way,
-        "bytes_out": bytes_each_way,
-        "in_place_bytes": bytes_each_way,
-        "collectives": baseline["collectives"],
-    }
-    found = [f"{name} are {row[name]}, not {n}" for name, n in expected.items() if row[name] != n]
+    """The targets that a row misses, in words; `baseline` is the row with the state on the device.
+
+    Each array is copied in once and out once and is updated in place, no collective is added, and windows of one leaf
+    need scratch memory for at most four leaves.
+    """
+    window, scratch, collectives = row["window_bytes"], row["scratch_bytes"], baseline["collectives"]
+    copies, nbytes = (0, 0) if window is None else (3 * LAYERS, 12 * COUNT // row["devices"])
+    expected = {"copies_in": copies, "copies_out": copies, "bytes_in": nbytes, "bytes_out": nbytes}
+    expected |= {"in_place_bytes": nbytes, "collectives": collectives}
     most = 4 * LEAF // row["devices"] + 2**20
-    if row["window_bytes"] == LEAF and row["scratch_bytes"] > most:
-        found.append(f"scratch of {row['scratch_bytes']} bytes, over {most}")
-    if row["window_bytes"] is not None and row["window_bytes"] > LEAF and row["scratch_bytes"] <= most:
-        found.append("all leaves at once need no more scratch than windows of one leaf: the comparison shows nothing")
-    return found
+    shows_nothing = window is not None and window > LEAF and scratch <= most
+    return failing(
+        (
+            *((row[name] == n, f"{name} are {row[name]}, not {n}") for name, n in expected.items()),
+            (window != LEAF or scratch <= most, f"scratch of {scratch} bytes, over {most}"),
+            (not shows_nothing, "all leaves at once need no more scratch than windows of one leaf"),
+        )
+    )
 
 
 def measure_all() -> dict[str, Any]:
     """All results."""
-    found, rows = versions(H100), []
+    rows = []
     for devices in DEVICES:
-        of_these = []
-        for window in WINDOWS:
-            print(f"compiling for {devices}: windows of {window} bytes", file=sys.stderr, flush=True)
-            of_these.append(count(Case(devices, window)))
+        of_these = [count(devices, window) for window in WINDOWS]
         rows += [row | {"missed": missed(row, of_these[0])} for row in of_these]
-    return {
-        "device": f"{' and '.join(map(str, DEVICES))} x H100 (compiled, not run)",
-        "versions": found,
-        "leaves": LAYERS,
-        "params": COUNT,
-        "rows": rows,
-    }
+    return {**on_h100(devices="1 and 8 x H100"), "leaves": LAYERS, "params": COUNT, "rows": rows}
 
 
 def render(results: dict[str, Any]) -> str:
@@ -94,22 +71,23 @@ def render(results: dict[str, Any]) -> str:
     for row in results["rows"]:
         mib = {name: "-" if n is None else f"{n / 2**20:.0f}" for name, n in row.items() if "bytes" in name}
         moved = (str(row["copies_in"]), mib["bytes_in"], str(row["copies_out"]), mib["bytes_out"])
-        kept = (mib["in_place_bytes"], mib["scratch_bytes"], str(row["collectives"]))
-        cells.append([str(row["devices"]), mib["window_bytes"], *moved, *kept, holds(row)])
+        rest = (mib["in_place_bytes"], mib["scratch_bytes"], str(row["collectives"]))
+        cells.append([str(row["devices"]), mib["window_bytes"], *moved, *rest, holds(row)])
     return markdown(cells)
 
 
-def count(case: Case) -> dict[str, Any]:
-    """The row of a program."""
-    mesh = aot.mesh(case.devices)
+def count(devices: int, window: int | None) -> dict[str, Any]:
+    """The row of a program; `window` in bytes, None for a state on the device without `stream_updates`."""
+    print(f"compiling for {devices}: windows of {window} bytes", file=sys.stderr, flush=True)
+    mesh = aot.mesh(devices)
     inner = optax.chain(jaxmp.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    if case.window is not None:
-        inner = jaxmp.offload.stream_updates(inner, window_bytes=case.window)
+    if window is not None:
+        inner = jaxmp.offload.stream_updates(inner, window_bytes=window)
     tx = jaxmp.mixed_precision(inner, "fp16")
     params32 = {f"layer_{i}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for i in range(LAYERS)}
     opt_state = aot.abstract(mesh, jax.eval_shape(tx.init, params32), partition)
     params = aot.abstract(mesh, jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float16), params32), partition)
-    if case.window is not None:
+    if window is not None:
         opt_state = jax.tree.map(lambda x: on_host(mesh, x) if x.ndim else x, opt_state)
 
     def step(params: Any, opt_state: Any, grads: Any) -> Any:
@@ -122,8 +100,8 @@ def count(case: Case) -> dict[str, Any]:
     outs = re.findall(rf"= \({host_shape}, ({shape}), .* copy-start\(", text)
     memory: Any = compiled.memory_analysis()
     return {
-        "devices": case.devices,
-        "window_bytes": case.window,
+        "devices": devices,
+        "window_bytes": window,
         "copies_in": len(ins),
         "copies_out": len(outs),
         "bytes_in": sum(map(aot.nbytes, ins)),

@@ -1,24 +1,4 @@
-"""Counts a whole training step of a GPT-like and a Llama-like stack, and its least time by roofline.
-
-The programs of `benchmarks/programs/steps.py` are compiled for H100: forward, backward and optimizer, state donated.
-Nothing is run. Each kernel takes the longer of its bytes and its multiplications, and a launch:
-
-    memory      2.9 TB/s
-    matmuls     650 TFLOP/s in 16 bits, 1150 in fp8: what cuBLASLt reaches at these sizes, below the data sheet
-    attention   650 TFLOP/s: four products of causal halves forward, ten backward (cuDNN's custom calls)
-    a launch    2 us
-
-    GEMMs       calls of cuBLASLt and cuDNN; their workspaces are not counted
-    the rest    all other kernels; each that moves above 2 % of their bytes is named with the layer it comes from
-    temp        memory beside arguments and results
-
-On several devices the step is under `jit`, params and state on all devices, the batch split; collectives are listed,
-and take no time here. Rows are measured one by one, those that answer most first; a second run goes on where the first
-one was cut, and `--rows 'GPT, linen, *'` chooses some.
-
-Targets: jaxmp in bf16 at most 1.02 of by hand; in fp8 with delayed scaling, the step is 1.32 (GPT) and 1.38 (Llama)
-times as fast as bf16 by hand, and under remat its temp is at most that of jaxmp's bf16.
-"""
+"""Counts a whole training step of a GPT-like and a Llama-like stack, and its least time by roofline."""
 
 import functools
 import math
@@ -27,13 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec as P
 
 from benchmarks.lib import aot
 from benchmarks.lib.benchmark import Benchmark, Rows
 from benchmarks.lib.roofline import IN_16_BITS, IN_FP8, LAUNCH, MEMORY
 from benchmarks.lib.tables import markdown
-from benchmarks.lib.versions import H100, versions
+from benchmarks.lib.versions import on_h100
 from benchmarks.programs import steps
 from benchmarks.programs.fp8_matmuls import FP8_GEMM, GEMM, OPTIONS
 
@@ -84,19 +63,22 @@ def layer_of(op_name: str) -> str:
 
 
 def counts(compiled: jax.stages.Compiled) -> dict[str, Any]:
-    """Kernels, bytes and least milliseconds of a program, and the kernels that move most beside the GEMMs."""
+    """Kernels, bytes and least milliseconds of a program, and the kernels that move most beside the GEMMs.
+
+    Each kernel takes the longer of its bytes and its multiplications, and a launch. GEMMs are the calls of cuBLASLt and
+    cuDNN, whose workspaces are not counted.
+    """
     types, texts, works, scratch = {}, {}, {}, {}
     for lines in aot.computations(compiled).values():
         for name, type_text, _, operands, attributes in aot.parse(lines):
             types[name] = type_text
             called = re.search(r'custom_call_target="([^"]+)"', attributes)
-            given = [types.get(operand, "") for operand in operands]
-            works[name] = work_of(called.group(1), type_text, given, attributes) if called else 0.0
+            read = [types.get(operand, "") for operand in operands]
+            works[name] = work_of(called.group(1), type_text, read, attributes) if called else 0.0
             scratch[name] = workspace_of(type_text) if works[name] else 0
             op_name = re.search(r'op_name="([^"]+)"', attributes)
             texts[name] = op_name.group(1) if op_name else ""
-    report = aot.report(compiled, every_turn=True)
-    runs = [i for i in aot.instructions(compiled, every_turn=True) if not i.op.startswith("all-")]
+    report, runs = aot.report(compiled, every_turn=True), aot.instructions(compiled, every_turn=True)
     moved = {id(i): i.bytes_read + i.bytes_written - scratch[i.name] for i in runs}
     gemms = [i for i in runs if works[i.name]]
     rest = [i for i in runs if not works[i.name]]
@@ -110,14 +92,13 @@ def counts(compiled: jax.stages.Compiled) -> dict[str, Any]:
         "gemms": len(gemms),
         "fp8_gemms": sum(i.kind == FP8_GEMM for i in gemms),
         "gemm_tflop": round(sum(works[i.name] for i in gemms) / 1e12, 3),
-        "gemm_mib": round(sum(moved[id(i)] for i in gemms) / 2**20, 1),
-        "rest_mib": round(rest_bytes / 2**20, 1),
-        "temp_mib": round(report["temp_bytes"] / 2**20, 1),
+        "gemm_mib": aot.mib(sum(moved[id(i)] for i in gemms)),
+        "rest_mib": aot.mib(rest_bytes),
+        "temp_mib": aot.mib(report["temp_bytes"]),
         "ms": round(1e3 * sum(parts.values()), 3),
         **{name: round(1e3 * seconds, 3) for name, seconds in parts.items()},
-        "collectives": report["collectives"],
         "largest": [
-            {"kernel": i.name.lstrip("%"), "layer": layer_of(texts[i.name]), "mib": round(moved[id(i)] / 2**20, 1)}
+            {"kernel": i.name.lstrip("%"), "layer": layer_of(texts[i.name]), "mib": aot.mib(moved[id(i)])}
             for i in largest
             if moved[id(i)] > NAMED * rest_bytes
         ],
@@ -133,9 +114,8 @@ def without_a_device() -> None:
 def measure(step: steps.Step) -> dict[str, Any]:
     """The row of one step."""
     without_a_device()
-    m, program = aot.mesh(step.devices), steps.program(step)
-    x = aot.abstract(m, steps.example(step), lambda x: P("data") if step.devices > 1 else P())
-    state = aot.abstract(m, jax.eval_shape(program.init))
+    m, program = aot.mesh(), steps.program(step)
+    state, x = aot.abstract(m, jax.eval_shape(program.init)), aot.abstract(m, steps.example(step))
     outputs = jax.tree.map(lambda x: x.sharding, state), None
     compiled = aot.compile_for(program.run, state, x, donate_argnums=0, out_shardings=outputs, compiler_options=OPTIONS)
     row = {
@@ -144,7 +124,6 @@ def measure(step: steps.Step) -> dict[str, Any]:
         "framework": step.framework,
         "precision": step.precision,
         "remat": step.remat,
-        "devices": step.devices,
         **counts(compiled),
     }
     jax.clear_caches()  # so that no program reuses another one's traces
@@ -156,9 +135,9 @@ def measure(step: steps.Step) -> dict[str, Any]:
 
 def beside(rows: list[dict[str, Any]], row: dict[str, Any], precision: str) -> dict[str, Any] | None:
     """The row of the same step in another precision."""
-    same = ("stack", "framework", "remat", "devices")
-    found = [r for r in rows if r["precision"] == precision and all(r[key] == row[key] for key in same)]
-    return found[0] if found else None
+    same = ("stack", "framework", "remat")
+    others = (r for r in rows if r["precision"] == precision and all(r[key] == row[key] for key in same))
+    return next(others, None)
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
@@ -179,7 +158,7 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def render(results: dict[str, Any]) -> str:
-    """The steps; then, of those on one device in linen without remat: what they miss, and their largest kernels."""
+    """The steps; then, of those in linen without remat: what they miss, and their largest kernels."""
     rows = results["rows"]
     head = ["step", "kernels", "GEMMs", "of them fp8", "GEMMs MiB", "GEMMs ms", "rest MiB", "rest ms", "temp MiB", "ms"]
     cells = [[*head, "rest / bf16's", "bf16 / this"]]
@@ -199,7 +178,7 @@ def render(results: dict[str, Any]) -> str:
             ]
         )
     kernels = [["step", "layer", "kernels", "MiB", "of the rest"]]
-    shown = [row for row in rows if (row["framework"], row["remat"], row["devices"]) == ("linen", False, 1)]
+    shown = [row for row in rows if (row["framework"], row["remat"]) == ("linen", False)]
     for row in shown:
         if row["precision"] in SHOWN:
             layers: dict[str, list[float]] = {}
@@ -209,8 +188,8 @@ def render(results: dict[str, Any]) -> str:
                 share = f"{100 * sum(mib) / row['rest_mib']:.0f} %"
                 kernels.append([row["row"], layer, str(len(mib)), f"{sum(mib):.0f}", share])
     misses = "\n".join(f"* {what}" for what in missed(shown)) or "* none"
-    said = "What misses its target in linen, on one device, without remat:"
-    return "\n\n".join([markdown(cells), said, misses, markdown(kernels)])
+    title = "What misses its target in linen, without remat:"
+    return "\n\n".join([markdown(cells), title, misses, markdown(kernels)])
 
 
 def jobs() -> dict[str, Callable[[], dict[str, Any]]]:
@@ -218,9 +197,4 @@ def jobs() -> dict[str, Callable[[], dict[str, Any]]]:
     return {step.row: functools.partial(measure, step) for step in steps.steps()}
 
 
-def about() -> dict[str, Any]:
-    """Where the rows are from."""
-    return {"device": "H100 (compiled, not run)", "versions": versions(H100)}
-
-
-BENCHMARK = Benchmark("h100 steps", "h100_steps.json", Rows(about, jobs, missed), render)
+BENCHMARK = Benchmark("h100 steps", "h100_steps.json", Rows(on_h100, jobs, missed), render)

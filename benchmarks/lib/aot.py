@@ -1,36 +1,23 @@
-"""Compiles a JAX function for an NVIDIA H100 on a machine without a GPU, and counts what the program would do.
+"""Compiles a JAX function for an NVIDIA H100 on a machine without a GPU, and counts what the program would do."""
 
-XLA can compile for a GPU that is only described (`h100_sxm.txtpb`). The program cannot run here, but its final HLO can
-be read: which kernels it launches, which buffers each kernel reads and writes, what it copies, what it sends between
-devices. If memory traffic bounds a program, like the optimizer's side of a step, its bytes determine its time.
-
-This needs a CUDA plugin for jax, but no driver and no GPU (about 1 GB):
-
-    pip install "jax==0.11.2" jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2 nvidia-cuda-nvcc
-
-    >>> m = mesh(8, ("data",))                                                # doctest: +SKIP
-    >>> c = compile_for(step, spec(m, (4096, 4096), "float16"), donate_argnums=0)
-    >>> report(c, n_params=4096 * 4096)
-
-How bytes are counted:
-
-- Every executed instruction of the final HLO reads each operand once and writes each result once. A buffer counts once
-  for each kernel that reads it, even if the kernel reads it several times. Caches are ignored.
-- A slice reads only the part that it takes.
-- A conditional counts as its most expensive branch.
-- A loop counts as one iteration, or as all iterations with `every_turn=True`. In the second case, an in-place update of
-  a part of an array counts only that part.
-- The HLO does not say how our own kernels use their operands: all operands count as read. `report(unread_bytes=...)`
-  subtracts operands that a kernel only writes (a buffer that is updated in place has to be an operand).
-
-Not visible here: times, autotuning of GEMMs, errors at run time. Import this module before jax: it makes jax use the
-CPU of this machine.
-"""
+# XLA compiles for a GPU that is only described (`h100_sxm.txtpb`), with a CUDA plugin of jax but no driver and no GPU:
+#
+#     >>> m = mesh(8, ("data",))                                                # doctest: +SKIP
+#     >>> c = compile_for(step, spec(m, (4096, 4096), "float16"), donate_argnums=0)
+#     >>> report(c, n_params=4096 * 4096)
+#
+# Of its final HLO, each executed instruction reads each operand once and writes each result once; caches are ignored. A
+# slice reads only the part that it takes. A conditional counts as its most expensive branch. A loop counts as one
+# iteration, or as all with `every_turn=True`, where an in-place update of a part of an array counts only that part. All
+# operands of our own kernels count as read, unless `report(unread_bytes=...)` says otherwise. Times, autotuning and
+# errors at run time are not visible.
+#
+# Import this before jax: it makes jax use the CPU of this machine.
 
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,18 +35,8 @@ _ITEMSIZE = {
     **{"f8e4m3fn": 1, "f8e5m2": 1, "f8e8m0fnu": 1, "s8": 1, "u8": 1, "pred": 1},
 }
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_FREE = {
-    "parameter",
-    "get-tuple-element",
-    "tuple",
-    "bitcast",
-    "constant",
-    "after-all",
-    "copy-done",
-    "async-done",
-    "fusion-done",
-}
-_FREE |= {f"{c}-done" for c in _COLLECTIVES}
+_FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all"}
+_FREE |= {f"{c}-done" for c in ("copy", "async", "fusion", *_COLLECTIVES)}
 _SLICE = ("slice", "dynamic-slice")
 _MOVES = {"parameter", "bitcast", "tuple", "copy", "reshape", "slice", "concatenate"}
 _BLOCK = ("while", "conditional", "call")  # they launch nothing; their computations do
@@ -103,8 +80,8 @@ def tpu_mesh(topology: str, axis_names: tuple[str, ...] = ("data",)) -> Mesh:
     about = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-1", "TPU_WORKER_HOSTNAMES": "localhost"}
     for name, value in (about | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}).items():
         os.environ.setdefault(name, value)
-    found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    return topologies.make_mesh(found, (len(found.devices),), axis_names)
+    description = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    return topologies.make_mesh(description, (len(description.devices),), axis_names)
 
 
 def spec(m: Mesh, shape: tuple[int, ...], dtype: Any, partition: PartitionSpec | None = None) -> jax.ShapeDtypeStruct:
@@ -132,8 +109,8 @@ def computations(compiled: jax.stages.Compiled) -> dict[str, list[str]]:
     out: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
-        if found := _COMPUTATION.match(line):
-            lines = out.setdefault(found.group(1), [])
+        if match := _COMPUTATION.match(line):
+            lines = out.setdefault(match.group(1), [])
             if line.startswith("ENTRY"):
                 out["ENTRY"] = lines
         else:
@@ -184,9 +161,9 @@ def report(
     local = [i for i in kernels if i not in packing]
     copies = [i for i in local if _only_moves(i, blocks, {"parameter", "bitcast", "tuple", "copy"})]
     mosaic = [i for i in local if i.kind.startswith("mosaic_gpu")]
-    wanted = frozenset().union(*(i.sources for i in mosaic))
+    read_by_mosaic = frozenset().union(*(i.sources for i in mosaic))
     brought = names | {i.name for i in packing if i.sources & names}
-    between = [i for i in local if i not in mosaic and i.sources & brought and i.name in wanted]
+    between = [i for i in local if i not in mosaic and i.sources & brought and i.name in read_by_mosaic]
     by_mosaic = sum(i.bytes_read for i in mosaic)
     if unread_bytes > by_mosaic:
         raise ValueError(f"Mosaic kernels have operands of {by_mosaic} bytes; {unread_bytes} of these cannot be unread")
@@ -199,9 +176,9 @@ def report(
         "bytes_read": read,
         "bytes_written": written,
         "mosaic_bytes_read": by_mosaic - unread_bytes,
-        "between_bytes": sum(i.bytes_read + i.bytes_written for i in between),
+        "between_bytes": moved(between),
         "bytes_per_param": round((read + written) / n_params, 3) if n_params else None,
-        "packing_bytes": sum(i.bytes_read + i.bytes_written for i in packing),
+        "packing_bytes": moved(packing),
         "copies": len(copies),
         "largest_copy_bytes": max((i.bytes_written for i in copies), default=0),
         "collectives": {c: sizes for c, sizes in by_kind.items() if sizes},
@@ -212,15 +189,25 @@ def report(
 
 def nbytes(type_text: str) -> int:
     """Bytes of an HLO type, "f32[8,128]{1,0}" or a tuple of types."""
-    found = re.findall(r"(\w+)\[([\d,]*)\]", type_text)
-    return sum(_ITEMSIZE.get(t, 0) * math.prod(int(d) for d in dims.split(",") if d) for t, dims in found)
+    arrays = re.findall(r"(\w+)\[([\d,]*)\]", type_text)
+    return sum(_ITEMSIZE.get(t, 0) * math.prod(int(d) for d in dims.split(",") if d) for t, dims in arrays)
+
+
+def moved(instructions: Iterable[Instruction]) -> int:
+    """Bytes that these instructions read and write."""
+    return sum(i.bytes_read + i.bytes_written for i in instructions)
+
+
+def mib(nbytes: float) -> float:
+    """As tables and results have it."""
+    return round(nbytes / 2**20, 1)
 
 
 def parse(lines: list[str]) -> Iterator[tuple[str, str, str, list[str], str]]:
     """(name, type, op, operands, attributes) of each instruction."""
     for line in lines:
-        if found := _INSTRUCTION.match(line):
-            name, type_text, op, args, attributes = found.groups()
+        if match := _INSTRUCTION.match(line):
+            name, type_text, op, args, attributes = match.groups()
             yield name, type_text, op, re.findall(r"%[\w.\-]+", args), attributes or ""
 
 
@@ -233,12 +220,12 @@ def _called(attributes: str) -> list[str]:
 
 def running(blocks: dict[str, list[str]], name: str = "ENTRY") -> list[list[str]]:
     """The lines of the entry computation, and of all loops, branches and calls in it, each once."""
-    found = [blocks[name]]
+    parts = [blocks[name]]
     for _, _, op, _, attributes in parse(blocks[name]):
         if op in _BLOCK:
             for inner in _called(attributes):
-                found += running(blocks, inner)
-    return found
+                parts += running(blocks, inner)
+    return parts
 
 
 def turns(op: str, attributes: str) -> int:
@@ -256,7 +243,7 @@ def _walk(block: str, blocks: dict[str, list[str]], every_turn: bool = False) ->
         sources[name] = behind if op in _FREE else frozenset({name})
         if op in _BLOCK:
             inner = [list(_walk(c, blocks, every_turn)) for c in _called(attributes)]
-            dearest = max(inner, key=lambda found: sum(i.bytes_read + i.bytes_written for i in found), default=[])
+            dearest = max(inner, key=moved, default=[])
             yield from dearest * (turns(op, attributes) if every_turn else 1)
         elif op not in _FREE and 'custom_call_target="AllocateBuffer"' not in attributes:  # moves nothing
             kind = re.search(r"kind=(\w+)", attributes) or re.search(r'custom_call_target="([^"]+)"', attributes)
@@ -268,8 +255,8 @@ def _walk(block: str, blocks: dict[str, list[str]], every_turn: bool = False) ->
             if op == "fusion-start":  # its type is (operands, result, a number)
                 written -= sum(nbytes(types.get(operand, "")) for operand in operands) + 4
             if every_turn:
-                for i, kept in _updated(fused).items():
-                    reads[operands[i]], written = 0, written - kept
+                for i, unchanged in _updated(fused).items():
+                    reads[operands[i]], written = 0, written - unchanged
             read = sum(reads.values())
             read = min(read, written) if op in _SLICE else read
             called = body.group(1) if body else ""
@@ -280,31 +267,31 @@ def _walk(block: str, blocks: dict[str, list[str]], every_turn: bool = False) ->
 def _sliced(body: list[str]) -> dict[int, int]:
     """Bytes read from each parameter of a fused computation that is only sliced, by the parameter's number."""
     numbers = {m.group(1): int(m.group(2)) for m in map(PARAMETER.search, body) if m}
-    taken: dict[str, int] = {}
+    sliced: dict[str, int] = {}
     whole: set[str] = set()
     for _, type_text, op, operands, _ in parse(body):
         for i, operand in enumerate(operands):
             if op in _SLICE and i == 0:
-                taken[operand] = taken.get(operand, 0) + nbytes(type_text)
+                sliced[operand] = sliced.get(operand, 0) + nbytes(type_text)
             else:
                 whole.add(operand)
-    return {number: taken[name] for name, number in numbers.items() if name in taken and name not in whole}
+    return {number: sliced[name] for name, number in numbers.items() if name in sliced and name not in whole}
 
 
 def _updated(body: list[str]) -> dict[int, int]:
     """Bytes that a fused computation leaves unchanged in each parameter that it only updates in part, by its number."""
     numbers = {m.group(1): int(m.group(2)) for m in map(PARAMETER.search, body) if m}
     types: dict[str, str] = {}
-    kept: dict[str, int] = {}
+    unchanged: dict[str, int] = {}
     used: set[str] = set()
     for name, type_text, op, operands, _ in parse(body):
         types[name] = type_text
         if op == "dynamic-update-slice":
-            kept[operands[0]] = nbytes(type_text) - nbytes(types[operands[1]])
+            unchanged[operands[0]] = nbytes(type_text) - nbytes(types[operands[1]])
             used |= set(operands[1:])
         else:
             used |= set(operands)
-    return {number: kept[name] for name, number in numbers.items() if name in kept and name not in used}
+    return {number: unchanged[name] for name, number in numbers.items() if name in unchanged and name not in used}
 
 
 def _only_moves(i: Instruction, blocks: dict[str, list[str]], moves: set[str] = _MOVES) -> bool:

@@ -1,11 +1,4 @@
-"""What every benchmark is: a function that measures, and one that makes tables of the results.
-
-Results are a dict of "command", "device", "versions" and lists of rows. A row, or the results themselves, may list the
-targets that they miss under "missed", in words. Results are stored as JSON, and the tables are made from that file.
-
-A benchmark whose rows take long is measured row by row (`Rows`): each row is stored when it is measured, so a run that
-is cut keeps all rows so far. The next run measures the rows that this code with these versions has not measured.
-"""
+"""What every benchmark is: a function that measures, and one that makes tables of the results."""
 
 import fnmatch
 import json
@@ -21,7 +14,7 @@ from benchmarks.lib.versions import source
 
 
 class Rows(NamedTuple):
-    """What measures the rows of a benchmark one by one.
+    """What measures the rows of a benchmark one by one: each is stored when it is measured, and a second run goes on.
 
     Attributes:
       about: returns "device" and "versions" of the results.
@@ -36,6 +29,9 @@ class Rows(NamedTuple):
 
 class Benchmark(NamedTuple):
     """One entry of `python -m benchmarks`: the constant `BENCHMARK` of its module.
+
+    Results are a dict of "command", "device", "versions" and lists of rows. A row, or the results themselves, may list
+    the targets that they miss under "missed", in words. Results are stored as JSON; the tables are made from that file.
 
     Attributes:
       name: as on the command line, like "h100 fp8".
@@ -73,22 +69,22 @@ def measure_rows(benchmark: Benchmark, rows: Rows, pattern: str = "*") -> dict[s
     """
     results = json.loads(benchmark.results.read_text()) if benchmark.results.exists() else {"rows": []}
     jobs, about, code = rows.jobs(), rows.about(), source()
-    found = {row["row"]: {"versions": results["versions"], **row} for row in results["rows"] if row.get("row") in jobs}
+    stored = {row["row"]: {"versions": results["versions"], **row} for row in results["rows"] if row.get("row") in jobs}
     todo = [name for name in jobs if fnmatch.fnmatchcase(name, pattern)]
     for name in todo:
-        kept = found.get(name, {})
-        if (kept.get("code"), kept.get("versions")) == (code, about["versions"]):
+        before = stored.get(name, {})
+        if (before.get("code"), before.get("versions")) == (code, about["versions"]):
             continue
         print(f"{todo.index(name) + 1} of {len(todo)}: {name}", file=sys.stderr, flush=True)
-        found[name] = {"row": name, "code": code, "versions": about["versions"], **jobs[name]()}
-        results = _stored(benchmark, about, [found[name] for name in jobs if name in found], rows.missed)
+        stored[name] = {"row": name, "code": code, "versions": about["versions"], **jobs[name]()}
+        results = _store(benchmark, about, [stored[name] for name in jobs if name in stored], rows.missed)
     return results
 
 
-def _stored(benchmark: Benchmark, about: dict[str, Any], found: list[dict[str, Any]], missed: Any) -> dict[str, Any]:
+def _store(benchmark: Benchmark, about: dict[str, Any], rows: list[dict[str, Any]], missed: Any) -> dict[str, Any]:
     """The results with these rows, after they were written to their file at once, or not at all."""
-    kept = [{k: v for k, v in row.items() if (k, v) != ("versions", about["versions"])} for row in found]
-    results = {"command": f"python -m benchmarks {benchmark.name}", **about, "rows": kept, "missed": missed(kept)}
+    rows = [{k: v for k, v in row.items() if (k, v) != ("versions", about["versions"])} for row in rows]
+    results = {"command": f"python -m benchmarks {benchmark.name}", **about, "rows": rows, "missed": missed(rows)}
     part = benchmark.results.with_suffix(".part")
     part.write_text(json.dumps(results, indent=2) + "\n")
     os.replace(part, benchmark.results)
@@ -126,5 +122,5 @@ def run(benchmark: Benchmark, *, table: bool = False, tiny: bool = False, rows: 
         benchmark.results.write_text(json.dumps(results, indent=2) + "\n")
     write_table(benchmark, results)
     print(benchmark.render(results), *results.get("missed", ()), sep="\n")
-    found = [row for part in results.values() if isinstance(part, list) for row in part if isinstance(row, dict)]
-    return 1 if results.get("missed") or any(row.get("missed") for row in found) else 0
+    all_rows = [row for part in results.values() if isinstance(part, list) for row in part if isinstance(row, dict)]
+    return 1 if results.get("missed") or any(row.get("missed") for row in all_rows) else 0

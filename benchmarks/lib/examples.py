@@ -1,7 +1,4 @@
-"""The model that examples/train.py trains, for benchmarks that measure it.
-
-Examples are scripts, no package: train.py imports report.py by its bare name.
-"""
+"""The model that examples/train.py trains, for benchmarks that measure it."""
 
 import importlib.util
 import sys
@@ -26,5 +23,5 @@ def load(name: str) -> ModuleType:
     return module
 
 
-report = load("report")
+report = load("report")  # train.py imports it by its bare name
 train = load("train")

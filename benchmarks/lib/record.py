@@ -1,26 +1,14 @@
-"""The record of a run: one file of JSON lines, each written when it is known, so that a killed run keeps all before it.
+"""The record of a run: one file of JSON lines, each written when it is known, so that a kill loses none before it."""
 
-A line is one of
-
-    {"run": {...}, "again": [...]}                      a run begins: on what, with which code; sections to forget
-    {"section": ..., "item": ..., "state": "runs"}      an item begins
-    {"section": ..., "item": ..., "state": ..., "seconds": ..., "text": ..., "row": {...} or null}      it ended
-    {"section": ..., "ended": ..., ...}                 fields of the section as a whole
-
-An item is a test, or a program that is timed. Its state is one of
-
-    runs        it has not ended
-    passed      it ended well
-    left out    it cannot run here, which is no failure; the reason is its text
-    no time     its time was over; a second run measures it
-    failed      an error, with its traceback
-    crashed, hung, killed      the process died in it: by a fault, by the time limit, or by a signal from outside
-
-Where a run begins, sections that did not pass keep their items that passed; the others are to run again. A last line
-that is not whole (its writer was killed) counts as not written.
-
-This module needs Python alone: the driver reads records where jax does not work.
-"""
+# The driver reads records where jax does not work: this needs Python alone. A line is one of
+#
+#     {"run": {...}, "again": [...]}                      a run begins: on what, with which code; sections to forget
+#     {"section": ..., "item": ..., "state": "runs"}      an item begins: a test, or a program that is timed
+#     {"section": ..., "item": ..., "state": ..., "seconds": ..., "text": ..., "row": {...} or null}      it ended
+#     {"section": ..., "ended": ..., ...}                 fields of the section as a whole
+#
+# Where a run begins, sections that did not pass keep their items that passed; the others are to run again. A last line
+# that is not whole (its writer was killed) counts as not written.
 
 import faulthandler
 import json
@@ -30,8 +18,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+# Of an item: it has not ended; ended well; cannot run here, which is no failure; is left to a second run; an error
 RUNS, PASSED, LEFT_OUT, NO_TIME, FAILED = "runs", "passed", "left out", "no time", "failed"
-CRASHED, HUNG, KILLED, MISSING = "crashed", "hung", "killed", "missing"
+CRASHED, HUNG, KILLED = "crashed", "hung", "killed"  # the process died in it: by a fault, its time limit, a signal
+MISSING = "missing"  # of a section: a package
 BAD = (FAILED, CRASHED, HUNG, KILLED)
 TEXT = 4000  # characters that are kept of a traceback or of a process's output
 
@@ -39,13 +29,13 @@ TEXT = 4000  # characters that are kept of a traceback or of a process's output
 def lines(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a file that are whole; none without the file."""
     if path.exists():
-        for line in path.read_bytes().split(b"\n"):
+        for text in path.read_bytes().split(b"\n"):
             try:
-                found = json.loads(line)
+                line = json.loads(text)
             except ValueError:
                 continue
-            if isinstance(found, dict):
-                yield found
+            if isinstance(line, dict):
+                yield line
 
 
 def append(path: Path, line: Mapping[str, Any]) -> None:
@@ -59,20 +49,20 @@ def append(path: Path, line: Mapping[str, Any]) -> None:
 
 def run_of(path: Path) -> dict[str, Any]:
     """On what the last run was, and with which code; empty without one."""
-    found: dict[str, Any] = {}
+    last: dict[str, Any] = {}
     for line in lines(path):
-        found = line.get("run", found)
-    return found
+        last = line.get("run", last)
+    return last
 
 
 def sources_of(path: Path) -> dict[str, str]:
     """The code that measured each section, as `versions.source` says it."""
-    found, source = {}, ""
+    sources, source = {}, ""
     for line in lines(path):
         source = line.get("run", {}).get("source", source)
         if "item" in line:
-            found[line["section"]] = source
-    return found
+            sources[line["section"]] = source
+    return sources
 
 
 class Record:
@@ -158,7 +148,7 @@ class Record:
 
     def counts(self) -> dict[str, int]:
         """The number of items in each state."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for item in self.items.values():
-            found[item["state"]] = found.get(item["state"], 0) + 1
-        return found
+            counts[item["state"]] = counts.get(item["state"], 0) + 1
+        return counts

@@ -1,8 +1,4 @@
-"""What an H100 (SXM) reaches at best, by which `h100 steps` counts and beside which `make gpu` puts its times.
-
-A kernel takes the longer of its bytes and its multiplications, and a launch. The rates of matmuls are what cuBLASLt
-reaches at these sizes, below the data sheet. This module needs Python alone.
-"""
+"""What an H100 (SXM) reaches at best, by which `h100 steps` counts and beside which `make gpu` puts its times."""
 
 import functools
 import json
@@ -12,7 +8,8 @@ from typing import Any
 from benchmarks.lib.tables import RESULTS
 
 MEMORY = 2.9e12  # bytes a second
-IN_16_BITS, IN_FP8 = 650e12, 1150e12  # multiplications and additions a second
+# Multiplications and additions a second: what cuBLASLt reaches at these sizes, below the data sheet
+IN_16_BITS, IN_FP8 = 650e12, 1150e12
 LAUNCH = 2e-6  # seconds
 COUNTED = RESULTS / "h100_steps.json"
 # Their memory, of that of an H100 by the data sheets. Their matmuls are alike.
@@ -22,6 +19,7 @@ DEVICES = {"NVIDIA H100 80GB HBM3": 1.0, "NVIDIA H200": 4.8 / 3.35}
 def least_us(row: Mapping[str, Any], device: str) -> float | None:
     """The least time of a timed program on this device, in microseconds; None if nothing counts it.
 
+    A kernel takes the longer of its bytes and its multiplications, and a launch.
     A whole step ("step" names the row of `h100 steps`) takes what was counted of it, matmuls ("flops_per_s") their
     multiplications, and all others ("bytes_per_s") their bytes.
     """

@@ -1,5 +1,6 @@
 """Tables in markdown pages: aligned columns, written between two markers, followed by the versions."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,17 @@ def with_versions(tables: str, results: dict[str, Any]) -> str:
     """The tables, and below them the device and the versions that the numbers were measured with."""
     lines = [f"{results['device']}; {_listed(results['versions'])}."]
     others = [_listed(row["versions"]) for row in results.get("rows", ()) if "versions" in row]
-    lines += [f"{others.count(found)} older rows: {found}." for found in dict.fromkeys(others)]
+    lines += [f"{others.count(text)} older rows: {text}." for text in dict.fromkeys(others)]
     return "\n".join([f"{tables}\n", *lines])
 
 
 def _listed(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def failing(checks: Iterable[tuple[bool, str]]) -> list[str]:
+    """Of pairs (whether a target holds, what is wrong if not), the targets that are missed."""
+    return [wrong for holds, wrong in checks if not holds]
 
 
 def holds(row: dict[str, Any], *, has_target: bool = True) -> str:

@@ -1,19 +1,8 @@
-"""Times of programs on one device, each timed as soon as it is built.
-
-A window is many calls in a row, with one wait at the end; the first window warms the device up, and the median over the
-others is reported, with the fastest and the slowest. The input of a call is larger than the GPU's L2 cache (50 MB on an
-H100), or several buffers alternate (`copies`).
-
-The time that the host needs to queue a call is reported too. If it is close to the total, the program waited for
-Python, and the time is the launch time, not the kernel's.
-
-A program is timed and its row is written before the next one is built: a build that fails, hangs or is killed costs its
-own row, and no program holds memory while another one is measured. This module needs Python alone until something is
-measured.
-"""
+"""Times of programs on one device, each timed as soon as it is built; Python alone until something is measured."""
 
 import functools
 import gc
+import itertools
 import statistics
 import sys
 import time
@@ -25,7 +14,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.lib.record import FAILED, LEFT_OUT, NO_TIME, Record
 
-CACHE = 50 * 2**20  # bytes
+CACHE = 50 * 2**20  # bytes: the L2 cache of an H100
+STAGES = ("trace", "lower", "compile")
 
 
 def block(result: Any) -> Any:
@@ -39,7 +29,7 @@ class Variant(NamedTuple):
     """One of the programs that are compared.
 
     Attributes:
-      call: queues the program once and returns its result.
+      call: queues the program once and returns its result. Its input is larger than the cache, or buffers alternate.
       wait: waits for a result, and so for all earlier calls.
       copies: how many times one call does the work.
       work: the amount of work: the least `bytes` to move, `flops`, `tokens`.
@@ -101,18 +91,20 @@ class Bench:
         self.record.end(what, LEFT_OUT, reason)
         print(f"left out: {what}: {reason}", flush=True)
 
-    def failed(self, what: str, error: Exception) -> None:
-        """Notes an error.
+    def where_kernels_run(self, job: Callable[[], Any]) -> Callable[[], Any]:
+        """`job`, left out where this jax cannot interpret the kernels."""
 
-        Raises:
-          DeviceLost: the device no longer works.
-        """
-        self.record.end(what, FAILED, "".join(traceback.format_exception(error)))
-        print(f"failed: {what}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", flush=True)
-        self.look_at_device(error)
+        def run() -> Any:
+            from pallas_kernels import backend
+
+            if self.tiny and (reason := backend.why_no_kernels()):
+                raise LeftOut(reason)
+            return job()
+
+        return run
 
     def look_at_device(self, error: Exception) -> None:
-        """Looks after an error whether the device still works; a test that only found wrong numbers did it no harm.
+        """Looks after an error whether the device still works; a test that only saw wrong numbers did it no harm.
 
         Raises:
           DeviceLost: it does not work.
@@ -131,6 +123,7 @@ class Bench:
 
         Raises:
           NextProcess: an item ran in this process, and each has to be alone.
+          DeviceLost: the device no longer works after an error.
         """
         if what in self.record.items or self.out_of_time(what):
             return
@@ -146,14 +139,19 @@ class Bench:
             self.record.end(what, NO_TIME, str(e))
             print(f"no time: {what}: {e}", flush=True)
         except Exception as e:
-            self.failed(what, e)
+            self.record.end(what, FAILED, "".join(traceback.format_exception(e)))
+            print(f"failed: {what}: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}", flush=True)
+            self.look_at_device(e)
         else:
             self.record.end(what, row={"what": what, **fields} if fields else None)
             print(f"{what}: {fields or 'holds'}", flush=True)
-        gc.collect()  # what it held on the device
+        gc.collect()  # what the test left on the device
 
     def compare(self, what: str, variants: Mapping[str, Callable[[], Variant]]) -> None:
-        """Builds, warms up and times each variant as an item of its own, with a row."""
+        """Builds, warms up and times each variant as an item of its own, whose row is written before the next is built.
+
+        A build that fails, hangs or is killed costs its own row, and no program is in memory while another is measured.
+        """
         for name, build in variants.items():
             self.check(f"{what}, {name}", functools.partial(self._timed, what, name, build))
 
@@ -167,7 +165,11 @@ class Bench:
 
 
 def timed(variant: Variant, *, window: float, rounds: int) -> dict[str, float]:
-    """The median, fastest and slowest time over windows of so many seconds, and the host's time, in us."""
+    """The median, fastest and slowest time over windows of so many seconds, and the host's time, in us.
+
+    A window is many calls with one wait at the end; the first warms up. Where the host's time to queue a call is near
+    the whole time, the program waited for Python, and the time is not the kernel's.
+    """
     seconds, _ = _window(variant, 1)
     count = max(1, min(1000, round(window / seconds)))
     if window:
@@ -190,26 +192,6 @@ def _window(variant: Variant, count: int) -> tuple[float, float]:
     return (time.perf_counter() - started) / count, (queued - started) / count
 
 
-def repeated(f: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """`count` calls of `f(*args)` in one program, which returns the last result.
-
-    A call of hundreds of arrays costs the host 1 to 4 ms, more than a pass over a small model costs the device.
-    """
-    import jax
-
-    def call(*args: Any) -> Any:
-        def again(i: Any, before: Any) -> Any:
-            del before
-            held, _ = jax.lax.optimization_barrier(
-                (args, i)
-            )  # XLA would move what is the same in each turn to before it
-            return f(*held)
-
-        return jax.lax.fori_loop(1, count, again, f(*args))
-
-    return call
-
-
 def advanced(step: Callable[..., Any], count: int) -> Callable[..., Any]:
     """`count` steps of `state = step(state, *others)` in one program."""
     import jax
@@ -219,11 +201,11 @@ def advanced(step: Callable[..., Any], count: int) -> Callable[..., Any]:
 
 def carried(step: Callable[..., Any], state: Any, *others: Any) -> Callable[[], Any]:
     """A call that keeps its result as the next `state`: for programs that donate their state."""
-    held = [state]
+    carry = [state]
 
     def call() -> Any:
-        held[0] = step(held[0], *others)
-        return held[0]
+        carry[0] = step(carry[0], *others)
+        return carry[0]
 
     return call
 
@@ -244,3 +226,15 @@ def planned(compiled: Any) -> dict[str, float]:
     peak = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     host = memory.host_argument_size_in_bytes
     return {"peak_mib": (peak + memory.temp_size_in_bytes) / 2**20, "host_mib": host / 2**20}
+
+
+def compiled_in_stages(jitted: Any, *arguments: Any) -> tuple[Any, list[float]]:
+    """A compiled program, and the seconds of each of `STAGES`."""
+    times = [time.perf_counter()]
+    traced = jitted.trace(*arguments)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    compiled = lowered.compile()
+    times.append(time.perf_counter())
+    return compiled, [after - before for before, after in itertools.pairwise(times)]

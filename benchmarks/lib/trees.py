@@ -16,9 +16,9 @@ def leaf(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def gpt2(layers: int = 12) -> PyTree:
-    """GPT-2 small as flax names it: 148 leaves, 124.4 million values. With 83 layers: 1000 leaves, 627.5 million."""
-    width, vocabulary, positions = 768, 50257, 1024
+def gpt2() -> PyTree:
+    """GPT-2 small as flax names it: 148 leaves, 124.4 million values."""
+    layers, width, vocabulary, positions = 12, 768, 50257, 1024
 
     def dense(n_in: int, n_out: int) -> PyTree:
         return {"kernel": leaf(n_in, n_out), "bias": leaf(n_out)}
@@ -32,20 +32,6 @@ def gpt2(layers: int = 12) -> PyTree:
     }
     embeddings = {"wte": {"embedding": leaf(vocabulary, width)}, "wpe": {"embedding": leaf(positions, width)}}
     return {**embeddings, **{f"h_{i}": block for i in range(layers)}, "ln_f": norm}
-
-
-def llama_1b() -> PyTree:
-    """Llama 3.2 1B with an untied output head: 16 layers, 147 leaves, 1.5 billion values."""
-    layers, width, hidden, kv_width, vocabulary = 16, 2048, 8192, 512, 128256
-    block = {
-        "attention": {"q": leaf(width, width), "k": leaf(width, kv_width), "v": leaf(width, kv_width)}
-        | {"o": leaf(width, width)},
-        "mlp": {"gate": leaf(width, hidden), "up": leaf(width, hidden), "down": leaf(hidden, width)},
-        "attention_norm": leaf(width),
-        "mlp_norm": leaf(width),
-    }
-    ends = {"embedding": leaf(vocabulary, width), "norm": leaf(width), "head": leaf(width, vocabulary)}
-    return {**ends, **{f"layer_{i}": block for i in range(layers)}}
 
 
 def cast(tree: PyTree, dtype: Any) -> PyTree:

@@ -1,9 +1,11 @@
-"""Versions of the packages that results depend on, and a checksum of the code; they are stored with the results."""
+"""Where results are from: the device, the versions of packages, a checksum of the code."""
 
 import hashlib
 import importlib.metadata
+import os
 import platform
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,17 +21,28 @@ def versions(required: tuple[str, ...], *, optional: tuple[str, ...] = ()) -> di
     Raises:
       SystemExit: a required package is missing.
     """
-    found = {"python": platform.python_version()}
+    packages = {"python": platform.python_version()}
     for package in (*required, *optional):
         try:
-            found[package] = importlib.metadata.version(package)
+            packages[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError as e:
             if package in required:
                 raise SystemExit(
                     f"{package} is missing: `make bench` and `make h100` install what benchmarks need, then run them; "
                     "for `python -m benchmarks tpu` install libtpu"
                 ) from e
-    return found
+    return packages
+
+
+def on_h100(*, devices: str = "H100", optional: tuple[str, ...] = ()) -> dict[str, Any]:
+    """ "device" and "versions" of results that were counted in programs for H100."""
+    return {"device": f"{devices} (compiled, not run)", "versions": versions(H100, optional=optional)}
+
+
+def on_cpu(load_before: float) -> dict[str, Any]:
+    """ "device" and "versions" of times on this CPU, with the load of the machine: others make the times noisy."""
+    load = f"load {load_before:.1f} to {os.getloadavg()[0]:.1f}"
+    return {"device": f"CPU, {os.cpu_count()} cores, {load}", "versions": versions(CPU)}
 
 
 def source() -> str:

@@ -1,16 +1,4 @@
-"""Models in float32, the same models cast by hand, and under autocast.
-
-Every model takes `cast`: with None, flax chooses each dtype; a `Cast` sets the dtypes that a careful user would write
-into the layers. The params are the same float32 tree in all programs:
-
-    uncast      model                               everything in float32
-    by hand     model(cast=Cast(dtype))             matmuls and convolutions in `dtype`; norms, softmax, loss and the
-                                                    values between layers in float32
-    autocast    jaxmp.autocast(loss of the model without a cast, dtype)
-
-A fourth program, by hand with `Cast(dtype, narrow=True)`, also keeps the residuals between layers in `dtype`. It rounds
-more often than torch.autocast and jaxmp.autocast, and moves fewer bytes.
-"""
+"""Models in float32, the same models cast by hand, and under autocast."""
 
 import functools
 from collections.abc import Callable
@@ -31,7 +19,10 @@ POWERS = 'jaxmp.autocast(allow=["integer_pow"])'  # the cube in a gelu: autocast
 
 
 class Cast(NamedTuple):
-    """The dtypes that a user writes into the layers of a model."""
+    """The dtypes that a careful user writes into the layers of a model: norms, softmax and loss are in float32.
+
+    A narrow one rounds more often than torch.autocast and jaxmp.autocast, and moves fewer bytes.
+    """
 
     dtype: Any  # of matmuls and convolutions
     narrow: bool = False  # whether residuals have this dtype too
@@ -191,10 +182,10 @@ def program(job: Job, kind: str, dtype: Any) -> Callable[[PyTree, Array, Array],
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), rest
 
     allowed = {AUTOCAST: (), POWERS: ("integer_pow",)}
-    wanted = jaxmp.autocast(loss_fn, dtype, allow=allowed[kind]) if kind in allowed else loss_fn
+    loss = jaxmp.autocast(loss_fn, dtype, allow=allowed[kind]) if kind in allowed else loss_fn
 
     def run(variables: PyTree, x: Array, y: Array) -> Any:
         rest = {name: collection for name, collection in variables.items() if name != "params"}
-        return jax.value_and_grad(wanted, has_aux=True)(variables["params"], rest, x, y)
+        return jax.value_and_grad(loss, has_aux=True)(variables["params"], rest, x, y)
 
     return run

@@ -32,8 +32,8 @@ def _cast(compute, tensors, vectors, scale, backend) -> tuple[Array, Array, Arra
         vectors=len(vectors),
         rounded=jnp.dtype(jnp.bfloat16),
     )
-    found = passes.run(plan, [*tensors, *vectors, scale], backend)
-    return found.q, found.q_t, found.amax
+    cast = passes.run(plan, [*tensors, *vectors, scale], backend)
+    return cast.q, cast.q_t, cast.amax
 
 
 def _gelu(x: Array, bias: Array) -> Array:

@@ -20,14 +20,14 @@ def everywhere(path: str, layer: Any) -> bool:
 
 def gemms(compiled: jax.stages.Compiled) -> list[dict[str, Any]]:
     """Each call of cuBLASLt: its stage, the dtypes of its operands and result, how it accumulates."""
-    found, types = [], {}
+    calls, types = [], {}
     for name, type_text, op, operands, attributes in aot.parse(aot.computations(compiled)["ENTRY"]):
         types[name] = type_text
         target = re.search(r'custom_call_target="([^"]+)"', attributes)
         if op == "custom-call" and target and target.group(1).startswith(GEMM):
             algorithm = re.search(r'"algorithm":"(\w+)"', attributes)
             stage = re.search(r"jaxmp\.fp8_(\w+)", attributes)
-            found.append(
+            calls.append(
                 {
                     "stage": stage.group(1) if stage else "",
                     "call": target.group(1),
@@ -36,7 +36,7 @@ def gemms(compiled: jax.stages.Compiled) -> list[dict[str, Any]]:
                     "algorithm": algorithm.group(1) if algorithm else "",
                 }
             )
-    return found
+    return calls
 
 
 def written_in_fp8(compiled: jax.stages.Compiled) -> int:

@@ -1,8 +1,4 @@
-"""A transformer sharded over many H100s: its training steps are compiled, and their collectives are counted.
-
-Each device has 8 sequences of 512 tokens. Params, masters and Adam's moments are sharded over the axis "fsdp". A step
-is forward, backward, the reduction of the gradients, clipping, the finite check, AdamW and the new 16-bit params.
-"""
+"""A transformer sharded over many H100s: its training steps are compiled, and their collectives are counted."""
 
 import functools
 import math
@@ -164,15 +160,15 @@ def traffic(executable: Any, devices: int) -> dict[str, dict[str, dict[str, int]
 
     That is the result of a gather or the input of a reduction. A ring moves (n - 1) / n of it into and out of a device.
     """
-    found: dict[str, dict[str, dict[str, int]]] = {kind: {} for kind in KINDS}
+    bytes_by_kind: dict[str, dict[str, dict[str, int]]] = {kind: {} for kind in KINDS}
     for i in aot.instructions(executable, every_turn=True):
         kind = next((kind for kind in KINDS if i.op.startswith(kind)), None)
         if kind is None:
             continue
-        entry = found[kind].setdefault("+".join(i.dtypes), {"count": 0, "bytes": 0})
+        entry = bytes_by_kind[kind].setdefault("+".join(i.dtypes), {"count": 0, "bytes": 0})
         entry["count"] += 1
         entry["bytes"] += i.bytes_read * (devices if kind == "all-gather" else 1)
-    return {kind: dtypes for kind, dtypes in found.items() if dtypes}
+    return {kind: dtypes for kind, dtypes in bytes_by_kind.items() if dtypes}
 
 
 def flag_reductions(executable: Any) -> int:
@@ -182,14 +178,14 @@ def flag_reductions(executable: Any) -> int:
     update, and nothing waits for it. It is not counted here.
     """
     blocks = aot.computations(executable)
-    found = 0
+    flags = 0
     for lines in aot.running(blocks):
         for _, shape, op, _, attributes in aot.parse(lines):
             reducer = re.search(r"to_apply=(%[\w.\-]+)", attributes)
             if op in ("all-reduce", "all-reduce-start") and reducer and "jaxmp.count" not in attributes:
                 is_flag = any(re.search(r" (maximum|and|or)\(", line) for line in blocks[reducer.group(1)])
-                found += is_flag or "c64" in str(shape)
-    return found
+                flags += is_flag or "c64" in str(shape)
+    return flags
 
 
 def overlapped(executable: Any) -> tuple[int, int]:

@@ -1,8 +1,4 @@
-"""A step of mixed-precision training written by hand, and as other libraries do it.
-
-Benchmarks compare jaxmp with these. Each recipe is a pair `(init, step)`: `init` makes the state from float32 params,
-`step(params, state, grads)` returns the next params and state.
-"""
+"""A step of mixed-precision training written by hand, and as other libraries do it."""
 
 import functools
 from collections.abc import Callable
@@ -18,6 +14,8 @@ from jaxtyping import Array, Float, Int, PyTree
 
 LEARNING_RATE, MAX_NORM = 1e-3, 1.0
 Step = Callable[[PyTree, Any, PyTree], tuple[PyTree, Any]]  # (params, opt_state, grads) -> (params, opt_state)
+# Of a recipe: what makes the state from float32 params, and the step
+Recipe = tuple[Callable[[PyTree], Any], Step]
 
 
 class ByHandState(NamedTuple):
@@ -39,9 +37,7 @@ def branched(finite: Array, update: Callable[[PyTree], PyTree], old: PyTree) -> 
     return lax.cond(finite, update, lambda old: old, old)
 
 
-def by_hand(
-    taken_if: Callable[..., PyTree] = selected, *, clips: bool = True
-) -> tuple[Callable[[PyTree], ByHandState], Step]:
+def by_hand(taken_if: Callable[..., PyTree] = selected, *, clips: bool = True) -> Recipe:
     """Unscale, clip, AdamW on masters, `selected` or `branched`, cast: only jnp and optax."""
     adamw = optax.adamw(LEARNING_RATE)
 
@@ -71,7 +67,7 @@ def by_hand(
     return init, step
 
 
-def flax_dynamic_scale(tx: optax.GradientTransformation) -> tuple[Callable[[PyTree], Any], Step]:
+def flax_dynamic_scale(tx: optax.GradientTransformation) -> Recipe:
     """flax's recipe for float16 compute: `DynamicScale` around the gradient, float32 params, select."""
 
     def init(params: PyTree) -> Any:
@@ -92,14 +88,11 @@ def flax_dynamic_scale(tx: optax.GradientTransformation) -> tuple[Callable[[PyTr
     return init, step
 
 
-def jmp_dynamic_scale(tx: optax.GradientTransformation) -> tuple[Callable[[PyTree], Any], Step]:
+def jmp_dynamic_scale(tx: optax.GradientTransformation) -> Recipe:
     """jmp's recipe: float32 params, `DynamicLossScale`, `select_tree`."""
 
     def init(params: PyTree) -> Any:
-        return tx.init(params), (
-            jnp.float32(65536.0),
-            jnp.int32(0),
-        )  # leaves: jit cannot lower the object
+        return tx.init(params), (jnp.float32(65536.0), jnp.int32(0))  # leaves: jit cannot lower the object
 
     def step(params: PyTree, state: Any, grads: PyTree) -> tuple[PyTree, Any]:
         opt_state, scale_leaves = state
@@ -115,7 +108,7 @@ def jmp_dynamic_scale(tx: optax.GradientTransformation) -> tuple[Callable[[PyTre
     return init, step
 
 
-def plain(tx: optax.GradientTransformation) -> tuple[Callable[[PyTree], Any], Step]:
+def plain(tx: optax.GradientTransformation) -> Recipe:
     """optax in float32, without scaling or skipping."""
 
     def step(params: PyTree, opt_state: Any, grads: PyTree) -> tuple[PyTree, Any]:

@@ -1,14 +1,4 @@
-"""Whole training steps of a GPT-like and a Llama-like stack, to be compiled: forward, backward, optimizer.
-
-A stack is layers of a large model without its ends: 16-bit activations [B, T, D] go in, the stream between the layers
-keeps their dtype (x + layer(x) of a model without `dtype=` would be float32), and the loss is the mean of the squares
-that come out. Attention is cuDNN's flash attention. The optimizer clips by the global norm and runs AdamW.
-
-`by hand` is what a user writes in bfloat16: `dtype=` in every layer, bfloat16 params, float32 masters, no check of the
-gradients. The others name the precision once (`jaxmp.linen.TrainState`, `jaxmp.nnx.Optimizer`), and the model says no
-dtype. In fp8 all matmuls with weights are in fp8, also those of the first and the last layer: the stack is the middle
-of a model. The policy "fp8" has float32 params.
-"""
+"""Whole training steps of a GPT-like and a Llama-like stack, to be compiled: forward, backward, optimizer."""
 
 import contextlib
 import dataclasses
@@ -40,7 +30,11 @@ OPTIMIZER = "optimizer"  # the scope of its operations
 
 
 class Stack(NamedTuple):
-    """Layers of one kind, and the activations that go in on each device."""
+    """Layers of a large model without its ends, and the activations that go in.
+
+    These are 16-bit [B, T, D], and the stream between the layers keeps their dtype (x + layer(x) of a model without
+    `dtype=` would be float32). The loss is the mean of the squares that come out.
+    """
 
     kind: str  # "GPT" or "Llama"
     width: int
@@ -63,34 +57,32 @@ STACKS = (Stack("GPT", 2048, 2), Stack("Llama", 4096, 1))
 
 
 class Step(NamedTuple):
-    """A row: what is trained, how, and on how many devices."""
+    """A row: what is trained, and how.
+
+    `BY_HAND` is what a user writes: `dtype=` in every layer, bfloat16 params, float32 masters, no check of gradients.
+    The others name the precision once (`jaxmp.linen.TrainState`, `jaxmp.nnx.Optimizer`). In fp8 all matmuls with
+    weights are in fp8, also those of the first and the last layer: the stack is the middle of a model.
+    """
 
     stack: Stack
     precision: str
     framework: str = "linen"
     remat: bool = False
-    devices: int = 1
-    flash: bool = True  # else XLA's attention
+    flash: bool = True  # cuDNN's attention, else XLA's
 
     @property
     def row(self) -> str:
         """The name of the row."""
-        remat, devices = ", remat" * self.remat, f", {self.devices} devices" * (self.devices > 1)
-        return f"{self.stack.kind}, {self.framework}, {self.precision}{remat}{devices}"
+        return f"{self.stack.kind}, {self.framework}, {self.precision}{', remat' * self.remat}"
 
 
 def steps() -> list[Step]:
-    """All rows. First those on one device in linen, by hand, in bf16 and in fp8, with which the others are compared."""
+    """All rows: in linen every precision; in nnx and under remat those to compare with, which come first."""
     first = [Step(stack, precision) for stack in STACKS for precision in PRECISIONS[:3]]
-    every = [
-        Step(stack, precision, framework, remat, devices)
-        for devices in (1, 8)
-        for framework in FRAMEWORKS
-        for remat in (False, True)
-        for stack in STACKS
-        for precision in PRECISIONS
-    ]
-    return list(dict.fromkeys([*first, *every]))
+    under_remat = [step._replace(remat=True) for step in first]
+    in_nnx = [step._replace(framework="nnx") for step in first]
+    others = [Step(stack, precision) for stack in STACKS for precision in PRECISIONS[3:]]
+    return [*first, *others, *under_remat, *in_nnx]
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -204,8 +196,8 @@ def program(step: Step) -> Program:
 
 
 def example(step: Step) -> jax.ShapeDtypeStruct:
-    """What goes in, on all devices together."""
-    shape = (step.stack.sequences * step.devices, step.stack.length, step.stack.width)
+    """What goes in."""
+    shape = (step.stack.sequences, step.stack.length, step.stack.width)
     return jax.ShapeDtypeStruct(shape, jnp.float16 if step.precision == "fp16" else jnp.bfloat16)
 
 
@@ -218,10 +210,10 @@ def by_hand(step: Step) -> Program:
     """bfloat16 by hand: params in bfloat16, and float32 masters."""
     optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(LEARNING_RATE))
     half = functools.partial(jax.tree.map, lambda w: w.astype(jnp.bfloat16))
-    make, apply = _functions(step, jnp.bfloat16)
+    start, apply = _functions(step, jnp.bfloat16)
 
     def init() -> Any:
-        masters = make()
+        masters = start()
         return half(masters), masters, optimizer.init(masters)
 
     def run(state: Any, x: Array) -> Any:
@@ -297,13 +289,13 @@ def in_nnx(step: Step) -> Program:
     """jaxmp in nnx."""
     policy = policy_of(step.precision)
 
-    def made() -> Any:
+    def start() -> Any:
         model = NnxModel(step)
         if policy.recipe is not None:
             jaxmp.nnx.to_fp8(model, policy.recipe, filter=everywhere)
         return nnx.split((model, jaxmp.nnx.Optimizer(model, optimizer_of(), policy=policy)))
 
-    graph, _ = jax.eval_shape(made)
+    graph, _ = jax.eval_shape(start)
 
     def run(state: Any, x: Array) -> Any:
         model, optimizer = nnx.merge(graph, state)
@@ -313,4 +305,4 @@ def in_nnx(step: Step) -> Program:
             optimizer.update(model, grads)
         return nnx.state((model, optimizer)), loss
 
-    return Program(lambda: made()[1], run)
+    return Program(lambda: start()[1], run)

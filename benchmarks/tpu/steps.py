@@ -1,14 +1,4 @@
-"""Compiles steps for TPUs, without having one, and counts their bytes beside optax in float32 and a recipe by hand.
-
-libtpu compiles for a TPU that is only described. Counted are the bytes that the final program reads from HBM and writes
-to it, what XLA's cost analysis says it accesses (which counts the vector memory, too), scratch memory, what is updated
-in place, and in which dtypes matmuls multiply. The program cannot run here, so there are no times.
-
-A row is the optimizer's side of a step on a matrix of 4096x4096 and its bias, a whole step of an example (linen, nnx),
-FSDP on 8 chips, or state in host memory.
-
-Targets: at most 1.1 of the recipe by hand in bytes of HBM, and every donated array that is read is updated in place.
-"""
+"""Compiles steps for TPUs, without having one, and counts their bytes beside optax in float32 and a recipe by hand."""
 
 import functools
 import re
@@ -24,8 +14,10 @@ from jax.sharding import Mesh, PartitionSpec as P
 import jaxmp
 from benchmarks.lib import aot, trees
 from benchmarks.lib.benchmark import Benchmark
-from benchmarks.lib.tables import holds, markdown
+from benchmarks.lib.tables import failing, holds, markdown
 from benchmarks.lib.versions import TPU, versions
+from benchmarks.programs.h100 import applied
+from benchmarks.programs.recipes import Recipe, plain
 
 ONE = {"v5e": "v5e:1x1", "v6e": "v6e:1x1", "v7x": "tpu7x:1x1x1"}
 EIGHT = {"v5e": "v5e:2x4", "v6e": "v6e:2x4", "v7x": "tpu7x:2x2x1"}  # a chip of the last is two devices
@@ -44,7 +36,6 @@ class Case(NamedTuple):
       topologies: where it is compiled: one chip or eight.
       build: compiles it for a mesh.
       params: their number, to divide bytes by; None for whole steps.
-      is_ours: whether it has targets.
     """
 
     group: str
@@ -52,7 +43,11 @@ class Case(NamedTuple):
     topologies: dict[str, str]
     build: Callable[[Mesh], Any]
     params: int | None = None
-    is_ours: bool = True
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it has targets: not what is compared with."""
+        return self.name not in (FLOAT32, BY_HAND) and not self.name.endswith("fp32")
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -63,7 +58,7 @@ def two_leaves(width: int = WIDTH) -> Any:
     return {"kernel": trees.leaf(width, width), "bias": trees.leaf(width)}
 
 
-def by_hand() -> tuple[Callable[..., Any], Callable[..., Any]]:
+def by_hand() -> Recipe:
     """bf16 params with float32 masters, clipped AdamW: what people write without a library. It never skips."""
     adamw = optax.adamw(RATE)
 
@@ -83,21 +78,10 @@ def by_hand() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return init, step
 
 
-def in_float32() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """optax alone: clipped AdamW on float32 params."""
-    tx = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(RATE))
-
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return tx.init, step
-
-
-def in_jaxmp(inner: Any, policy: str = "bf16", **kwargs: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def in_jaxmp(inner: Any, policy: str = "bf16", **kwargs: Any) -> Recipe:
     """`mixed_precision` and `apply_gradients`."""
     tx = jaxmp.mixed_precision(inner, policy, **kwargs)
-    return tx.init, lambda params, state, grads: jaxmp.apply_gradients(tx, grads, state, params)
+    return tx.init, applied(tx)
 
 
 def optimizers() -> dict[str, tuple[Any, Any]]:
@@ -108,7 +92,7 @@ def optimizers() -> dict[str, tuple[Any, Any]]:
     fused = functools.partial(jaxmp.fused_adamw, RATE, max_norm=MAX_NORM)
     bf16 = jnp.bfloat16
     return {
-        FLOAT32: (in_float32(), jnp.float32),
+        FLOAT32: (plain(optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(RATE))), jnp.float32),
         BY_HAND: (by_hand(), bf16),
         "jaxmp, bf16": (in_jaxmp(clipped), bf16),
         "jaxmp, fp16": (in_jaxmp(clipped, "fp16"), jnp.float16),
@@ -210,29 +194,28 @@ def offload_step(mesh: Mesh, width: int = 1024, layers: int = 4) -> Any:
     state = aot.abstract(mesh, jax.eval_shape(tx.init, shapes))
     state = jax.tree.map(lambda x: on_host(mesh, x) if x.ndim else x, state)
 
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        return jaxmp.apply_gradients(tx, grads, state, params)
+    return aot.compile_for(applied(tx), params, state, params, donate_argnums=(0, 1))
 
-    return aot.compile_for(step, params, state, params, donate_argnums=(0, 1))
+
+def optimizer_cases(width: int = WIDTH) -> list[Case]:
+    """The optimizer's side of a step on a matrix and its bias."""
+    shapes = two_leaves(width)
+    return [
+        Case("optimizer", name, ONE, functools.partial(optimizer_step, program, dtype, shapes), trees.size(shapes))
+        for name, (program, dtype) in optimizers().items()
+    ]
 
 
 def cases() -> list[Case]:
     """All programs."""
-    shapes = two_leaves()
-    found = []
-    for name, (program, dtype) in optimizers().items():
-        build = functools.partial(optimizer_step, program, dtype, shapes)
-        ours = name.startswith("jaxmp")
-        found.append(Case("optimizer", name, ONE, build, trees.size(shapes), ours))
-    for which, build in (("linen", linen_step), ("nnx", nnx_step)):
-        for precision in ("fp32", "bf16", "fp8"):
-            name = f"{which} example, {precision}"
-            found.append(Case("step", name, ONE, functools.partial(build, precision), is_ours=precision != "fp32"))
-    for policy in ("fp32", "bf16"):
-        build = functools.partial(fsdp_step, policy)
-        found.append(Case("fsdp", f"FSDP on 8, {policy}", EIGHT, build, is_ours=policy != "fp32"))
-    found.append(Case("offload", "AdamW, state in host memory", ONE, offload_step))
-    return found
+    precisions, policies = ("fp32", "bf16", "fp8"), ("fp32", "bf16")
+    return [
+        *optimizer_cases(),
+        *(Case("step", f"linen example, {name}", ONE, functools.partial(linen_step, name)) for name in precisions),
+        *(Case("step", f"nnx example, {name}", ONE, functools.partial(nnx_step, name)) for name in precisions),
+        *(Case("fsdp", f"FSDP on 8, {name}", EIGHT, functools.partial(fsdp_step, name)) for name in policies),
+        Case("offload", "AdamW, state in host memory", ONE, offload_step),
+    ]
 
 
 # --- counts -----------------------------------------------------------------------------------------------------------
@@ -241,7 +224,7 @@ def cases() -> list[Case]:
 def matmuls(compiled: Any) -> dict[str, int]:
     """The number of matmuls of each kind, "dtype x dtype", in the final program."""
     text = re.sub(r"/\*.*?\*/", "", compiled.as_text() or "")
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     types: dict[str, str] = {}
     for line in text.splitlines():
         if head := re.match(r"\s*(?:ROOT )?(%[\w.\-]+) = (\w+)\[", line):
@@ -249,8 +232,8 @@ def matmuls(compiled: Any) -> dict[str, int]:
         if operands := re.search(r" (?:convolution|dot)\((.*?)\)", line):
             names = re.findall(r"%[\w.\-]+", operands.group(1))
             kind = " x ".join(sorted({types.get(name, "?") for name in names}, reverse=True))
-            found[kind] = found.get(kind, 0) + 1
-    return found
+            counts[kind] = counts.get(kind, 0) + 1
+    return counts
 
 
 _ARRAY = re.compile(r"(\w+\[[\d,]*\])(\{[^}]*\})?")
@@ -277,13 +260,13 @@ def hbm_bytes(compiled: Any) -> int:
             raise ValueError(f"the bytes of a program without loops and branches can be counted; got a {op}")
         if op in _MOVES_NOTHING or op.endswith("-done") or "ConcatBitcast" in attributes:
             continue
-        given = in_hbm(" ".join(types[operand] for operand in operands))
+        read = in_hbm(" ".join(types[operand] for operand in operands))
         if op in ("copy-start", "slice-start"):  # the type: a tuple of the source, the copy and a counter
             moved = min(aot.nbytes(array) for array, _ in _ARRAY.findall(type_text)[:2])
-            wrote = in_hbm(type_text) - given  # the source is in the type, too
-            total += (moved if given else 0) + (moved if wrote else 0)
+            wrote = in_hbm(type_text) - read  # the source is in the type, too
+            total += (moved if read else 0) + (moved if wrote else 0)
         else:
-            total += given + in_hbm(type_text)
+            total += read + in_hbm(type_text)
     return total
 
 
@@ -319,26 +302,27 @@ def missed(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
         return []
     if "error" in row:
         return [row["error"]]
-    found = []
-    beside = next((r for r in rows if (r["program"], r["chip"]) == (BY_HAND, row["chip"])), {}).get("bytes_per_param")
-    if row["group"] == "optimizer" and beside and row["bytes_per_param"] > MOST * beside:
-        found.append(f"{row['bytes_per_param'] / beside:.1f} times the bytes by hand")
+    hand = next((r for r in rows if (r["program"], r["chip"]) == (BY_HAND, row["chip"])), {}).get("bytes_per_param")
+    ratio = row["bytes_per_param"] / hand if row["group"] == "optimizer" and hand else 0.0
     # A loss and metrics are new; params that are remade from masters are not read, so XLA drops the donated ones.
-    if row["not_in_place_bytes"] > 2**16 + (2 * row["params"] if row["params"] else 0):
-        found.append(f"{row['not_in_place_bytes'] / 2**20:.0f} MiB are not updated in place")
-    return found
+    new = row["not_in_place_bytes"] - 2**16 - 2 * (row["params"] or 0)
+    return failing(
+        (
+            (ratio <= MOST, f"{ratio:.1f} times the bytes by hand"),
+            (new <= 0, f"{row['not_in_place_bytes'] / 2**20:.0f} MiB are not updated in place"),
+        )
+    )
 
 
-def measure(cases: list[Case], chips: tuple[str, ...]) -> dict[str, Any]:
-    """The results for these programs and chips."""
-    found = versions(TPU)
+def measure(chips: dict[str, list[Case]]) -> dict[str, Any]:
+    """The results for these chips and their programs."""
+    about = {"device": f"TPU {', '.join(chips)} (compiled, not run)", "versions": versions(TPU)}
     rows = []
-    for chip in chips:
-        for case in cases:
+    for chip, programs in chips.items():
+        for case in programs:
             print(f"compiling for {chip}: {case.name}", file=sys.stderr, flush=True)
             rows.append(count(case, chip))
-    rows = [row | {"missed": missed(row, rows)} for row in rows]
-    return {"device": f"{', '.join(chips)} (compiled, not run)", "versions": found, "rows": rows}
+    return {**about, "rows": [row | {"missed": missed(row, rows)} for row in rows]}
 
 
 ELSEWHERE = (FLOAT32, BY_HAND, "jaxmp, bf16", "linen example, fp8")  # what v5e and v7x are compiled for
@@ -347,44 +331,31 @@ ELSEWHERE = (FLOAT32, BY_HAND, "jaxmp, bf16", "linen example, fp8")  # what v5e 
 def measure_all() -> dict[str, Any]:
     """All programs on v6e, and some on the other chips."""
     some = [case for case in cases() if case.name in ELSEWHERE]
-    found = measure(cases(), ("v6e",))
-    return found | {
-        "device": "TPU v6e, v5e, v7x (compiled, not run)",
-        "rows": [*found["rows"], *measure(some, ("v5e", "v7x"))["rows"]],
-    }
+    return measure({"v6e": cases(), "v5e": some, "v7x": some})
 
 
 def measure_tiny() -> dict[str, Any]:
-    """The optimizers on two leaves."""
-    shapes = two_leaves(256)
-    found = [
-        Case("optimizer", name, ONE, functools.partial(optimizer_step, *program, shapes), trees.size(shapes))
-        for name, program in list(optimizers().items())[:3]
-    ]
-    return measure(found, ("v6e",))
+    """Three optimizers on two leaves."""
+    return measure({"v6e": optimizer_cases(256)[:3]})
 
 
 def render(results: dict[str, Any]) -> str:
     """The results as markdown: a table of the optimizer's side, one of whole steps."""
-    cells = [["optimizer's side, bytes per param", "chip", "HBM", "XLA counts", "scratch MiB", "holds"]]
+    optimizers = [["optimizer's side, bytes per param", "chip", "HBM", "XLA counts", "scratch MiB", "holds"]]
     steps = [["whole step", "chip", "MB accessed", "scratch MiB", "host MiB", "matmuls", "collectives", "holds"]]
     for row in results["rows"]:
-        ends = holds(row, has_target=row["ours"])
+        table = optimizers if row["group"] == "optimizer" else steps
         if "error" in row:
-            (cells if row["group"] == "optimizer" else steps).append(
-                [row["program"], row["chip"], *[""] * (3 if row["group"] == "optimizer" else 5), ends]
-            )
-            continue
-        scratch = f"{row['scratch_bytes'] / 2**20:.1f}"
-        if row["bytes_per_param"] is not None:
-            counts = [f"{row[key]:.1f}" for key in ("bytes_per_param", "xla_bytes_per_param")]
-            cells.append([row["program"], row["chip"], *counts, scratch, ends])
-            continue
-        kinds = ", ".join(f"{n} {kind}" for kind, n in row["matmuls"].items())
-        sent = ", ".join(f"{n} {kind}" for kind, n in row["collectives"].items())
-        host = f"{row['host_bytes'] / 2**20:.0f}" if row["host_bytes"] else ""
-        steps.append([row["program"], row["chip"], f"{row['bytes'] / 1e6:.0f}", scratch, host, kinds, sent, ends])
-    return "\n\n".join(markdown(table) for table in (cells, steps) if len(table) > 1)
+            cells = [""] * (len(table[0]) - 3)
+        elif row["bytes_per_param"] is not None:
+            cells = [f"{row[key]:.1f}" for key in ("bytes_per_param", "xla_bytes_per_param")]
+            cells.append(f"{row['scratch_bytes'] / 2**20:.1f}")
+        else:
+            host = f"{row['host_bytes'] / 2**20:.0f}" if row["host_bytes"] else ""
+            cells = [f"{row['bytes'] / 1e6:.0f}", f"{row['scratch_bytes'] / 2**20:.1f}", host]
+            cells += [", ".join(f"{n} {kind}" for kind, n in row[key].items()) for key in ("matmuls", "collectives")]
+        table.append([row["program"], row["chip"], *cells, holds(row, has_target=row["ours"])])
+    return "\n\n".join(markdown(table) for table in (optimizers, steps) if len(table) > 1)
 
 
 BENCHMARK = Benchmark("tpu steps", "tpu_steps.json", measure_all, render, measure_tiny)

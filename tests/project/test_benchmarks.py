@@ -1,91 +1,30 @@
-"""The runner of benchmarks, and the programs of `python -m benchmarks cpu` on a tiny tree, without looking at times."""
+"""The runner of benchmarks, and its programs in tiny sizes, without looking at times."""
 
 import functools
 import json
 import re
 from types import SimpleNamespace
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxmp
-from benchmarks import __main__ as runner
+from benchmarks import __main__ as runner, recipes
 from benchmarks.cpu import autocast as cpu_autocast, monitor as cpu_monitor, step as cpu
 from benchmarks.h100 import fsdp as h100_fsdp
 from benchmarks.lib import tables
 from benchmarks.lib.benchmark import Benchmark, Rows, run as run_benchmark
 from benchmarks.programs import autocast as autocast_programs
 from helpers import assert_close, assert_exact, assert_moved
+from jaxmp import fp8
 
 F32 = np.float32
-PROGRAMS = {program.name: program for program in cpu.programs()}
-SAME_JOB = [name for name, program in PROGRAMS.items() if program.dtype == jnp.float16]
+ENTRIES = [name for name in runner.entries() if name != runner.GPU]
 
 
-@functools.cache
-def run(name, *, overflow=False):
-    """(params, state) after three steps."""
-    program = PROGRAMS[name]
-    params, opt_state, grads = cpu.start(program, cpu.make_params(4, 8))
-    if overflow:
-        grads["layer_000"]["bias"] = grads["layer_000"]["bias"].at[0].set(jnp.inf)
-    step = jax.jit(program.step)
-    for _ in range(3):
-        params, opt_state = step(params, opt_state, grads)
-    return params, opt_state
-
-
-def test_five_programs_do_the_same_job():
-    assert len(SAME_JOB) == 5 and set(cpu.BY_HAND) < set(SAME_JOB)
-
-
-@pytest.mark.thorough(0)
-@pytest.mark.parametrize("name", SAME_JOB)
-def test_the_same_job_ends_in_the_same_params(name):
-    """Masters agree within the rounding of a norm that is summed in another order; params are the rounded masters."""
-    params, opt_state = run(name)
-    _, by_hand = run("by hand, select")
-    masters = jaxmp.get_master_params(opt_state, params) if name.startswith("jaxmp") else opt_state.masters
-    assert_close(masters, by_hand.masters, rtol=1e-6, atol=1e-8)
-    assert_exact(params, jax.tree.map(lambda m: m.astype(jnp.float16), masters))
-
-
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in SAME_JOB])
-def test_the_other_jobs_take_the_same_step(name):
-    """Params in float32 or bfloat16 agree within their rounding."""
-    program, (params, _) = PROGRAMS[name], run(name)
-    assert all(x.dtype == program.dtype for x in jax.tree.leaves(params))
-    tolerance = max(float(jnp.finfo(program.dtype).eps), 1e-4)
-    _, by_hand = run("by hand, select")
-    weights = {  # without scales of fp8
-        layer: {leaf: params[layer][leaf].astype(F32) for leaf in leaves} for layer, leaves in by_hand.masters.items()
-    }
-    assert_close(weights, by_hand.masters, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("name", SAME_JOB)
-def test_the_same_job_skips_an_overflow(name):
-    params = cpu.make_params(4, 8)
-    assert_moved(run(name, overflow=True)[0], jax.tree.map(lambda p: p.astype(jnp.float16), params))
-
-
-@pytest.mark.thorough(0)
-def test_a_step_and_its_compilation_are_timed(monkeypatch):
-    monkeypatch.setattr(cpu, "COMPILATIONS", 1)
-    programs = [PROGRAMS[cpu.BY_HAND[1]], PROGRAMS["optax, f32, nothing scaled or skipped"]]
-    monkeypatch.setattr(cpu, "programs", lambda clips: programs)
-    rows = cpu.measure(2, 8, 1, clips=False)
-    assert rows[0]["step_ratio"] == rows[0]["compile_ratio"] == 1.0
-    assert all(row["step_ms"] > 0 and row["compile_s"] > 0 and row["missed"] == [] for row in rows)
-    assert all(cpu.render({"rows": rows}).count(f"| {row['program']} ") == 1 for row in rows)
-
-
-# the runner
+# --- the runner -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -110,9 +49,9 @@ def test_an_entry_stores_results_and_writes_its_tables(benchmark, capsys):
     assert "\n4 rows\n" in benchmark.page.read_text()
 
 
-@pytest.mark.parametrize("missing", [{"missed": ["too slow"]}, {"rows": [{"n": 3, "missed": ["too slow"]}]}])
-def test_a_missed_target_is_the_exit_status(benchmark, missing):
-    results = benchmark.measure() | missing
+@pytest.mark.parametrize("missed", [{"missed": ["too slow"]}, {"rows": [{"n": 3, "missed": ["too slow"]}]}])
+def test_a_missed_target_is_the_exit_status(benchmark, missed):
+    results = benchmark.measure() | missed
     assert run_benchmark(benchmark._replace(measure=lambda: results)) == 1
 
 
@@ -145,25 +84,24 @@ def by_row(benchmark, monkeypatch):
     return benchmark._replace(measure=rows, render=lambda r: f"{len(r['rows'])} rows"), measured, code
 
 
-def stored(benchmark):
-    return [row["row"] for row in json.loads(benchmark.results.read_text())["rows"]]
-
-
 def test_a_row_is_stored_when_it_is_measured_and_a_second_run_goes_on(by_row):
     entry, measured, code = by_row
+
+    def stored(field):
+        return [row[field] for row in json.loads(entry.results.read_text())["rows"]]
+
     code["stops_at"] = "a, two"
     with pytest.raises(KeyboardInterrupt):
         run_benchmark(entry)
-    assert stored(entry) == ["a, one"]
+    assert stored("row") == ["a, one"]
     code["stops_at"] = None
     assert run_benchmark(entry) == 1  # all rows together miss a target
-    assert measured == stored(entry) == ["a, one", "a, two", "b"]
+    assert measured == stored("row") == ["a, one", "a, two", "b"]
     run_benchmark(entry)
     assert len(measured) == 3
     code["checksum"] = "second"
     run_benchmark(entry, rows="a, *")
-    assert measured[3:] == ["a, one", "a, two"]
-    assert [row["code"] for row in json.loads(entry.results.read_text())["rows"]] == ["second", "second", "first"]
+    assert measured[3:] == ["a, one", "a, two"] and stored("code") == ["second", "second", "first"]
 
 
 def test_rows_of_other_versions_are_named_below_the_tables(by_row):
@@ -178,9 +116,6 @@ def test_rows_of_other_versions_are_named_below_the_tables(by_row):
 def test_an_entry_that_is_measured_as_a_whole_has_no_rows_to_choose(benchmark):
     with pytest.raises(SystemExit, match="cpu some is measured as a whole, without --rows"):
         run_benchmark(benchmark, rows="a*")
-
-
-ENTRIES = [name for name in runner.entries() if name != runner.GPU]
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -210,11 +145,11 @@ def test_the_command_line_chooses_entries(monkeypatch, capsys):
     monkeypatch.setattr(runner.subprocess, "run", run_process)
     assert runner.main(["cpu", "step", "--table"]) == 0
     assert runs == [("cpu step", {"table": True, "tiny": False, "rows": "*"})] and processes == []
-    assert runner.main(["cpu", "--tiny"]) == 1  # the second of five fails
-    assert processes == [["cpu", name, "--tiny"] for name in ("autocast", "monitor", "reduce_dtype", "step", "tracing")]
-    assert capsys.readouterr().out.endswith("--- 4 of 5 passed\nfailed: cpu monitor\n")
+    assert runner.main(["cpu", "--tiny"]) == 1  # the second of four fails
+    assert processes == [["cpu", name, "--tiny"] for name in ("autocast", "monitor", "reduce_dtype", "step")]
+    assert capsys.readouterr().out.endswith("--- 3 of 4 passed\nfailed: cpu monitor\n")
     assert runner.main(["--table"]) == 0
-    assert len(processes) == 5 + len(runner.entries())
+    assert len(processes) == 4 + len(runner.entries())
     assert runner.main(["cpu", "stop"]) == runner.main([]) == 2
     assert "got: cpu stop" in capsys.readouterr().err
 
@@ -226,7 +161,66 @@ def test_help_lists_every_entry(capsys):
     assert all(line and f"    {name} " in text for name, line in runner.entries().items())
 
 
-# autocast
+@pytest.mark.thorough(0)
+@pytest.mark.parametrize("name", ["cpu autocast", "cpu reduce_dtype", "cpu step"])
+def test_an_entry_measures_in_tiny_sizes(name, monkeypatch):
+    monkeypatch.setattr(cpu, "COMPILATIONS", 1)
+    entry = runner.load(name)
+    with jax.numpy_rank_promotion("allow"):
+        results = entry.measure_tiny()
+    assert len(results["rows"]) > 1 and entry.render(results).count("\n| ") > len(results["rows"]) / 4
+    numbers = [value for row in results["rows"] for value in row.values() if isinstance(value, float)]
+    assert np.isfinite(numbers).all()
+
+
+# --- the optimizer's side of a step -----------------------------------------------------------------------------------
+
+BY_HAND = "by hand, select"
+PROGRAMS = {program.name: program for program in cpu.programs()}
+SAME_JOB = [name for name, program in PROGRAMS.items() if program.dtype == jnp.float16]
+
+
+@functools.cache
+def run(name, *, overflow=False):
+    """(params, state) after three steps on a tiny tree."""
+    program = PROGRAMS[name]
+    params, opt_state, grads = cpu.start(program, cpu.make_params(4, 8))
+    if overflow:
+        grads["layer_000"]["bias"] = grads["layer_000"]["bias"].at[0].set(jnp.inf)
+    step = jax.jit(program.step)
+    for _ in range(3):
+        params, opt_state = step(params, opt_state, grads)
+    return params, opt_state
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != BY_HAND])
+def test_every_program_takes_the_same_step(name):
+    """Masters agree within the rounding of a norm that is summed in another order, other params within their own."""
+    dtype, (params, opt_state) = PROGRAMS[name].dtype, run(name)
+    assert all(x.dtype == dtype for x in jax.tree.leaves(params))
+    masters = run(BY_HAND)[1].masters
+    if name in SAME_JOB:
+        own = jaxmp.get_master_params(opt_state, params) if name.startswith("jaxmp") else opt_state.masters
+        assert_close(own, masters, rtol=1e-6, atol=1e-8)
+        assert_exact(params, jax.tree.map(lambda m: m.astype(jnp.float16), own))
+    else:
+        weights = {  # without scales of fp8
+            layer: {leaf: params[layer][leaf].astype(F32) for leaf in leaves} for layer, leaves in masters.items()
+        }
+        tolerance = max(float(jnp.finfo(dtype).eps), 1e-4)
+        assert_close(weights, masters, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("name", SAME_JOB)
+def test_the_same_job_skips_an_overflow(name):
+    assert len(SAME_JOB) == 5 and set(cpu.BY_HAND) < set(SAME_JOB)
+    params = cpu.make_params(4, 8)
+    assert_moved(run(name, overflow=True)[0], jax.tree.map(lambda p: p.astype(jnp.float16), params))
+
+
+# --- autocast, a monitor, recipes -------------------------------------------------------------------------------------
 
 IMAGES, WORDS = jax.ShapeDtypeStruct((2, 8, 8, 3), F32), jax.ShapeDtypeStruct((2, 4, 8), F32)
 LABELS = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -245,30 +239,14 @@ def test_by_hand_and_autocast_multiply_in_16_bits_alike(name):
     job, matmuls = JOBS[name], {}
     variables = jax.eval_shape(lambda: autocast_programs.initial(job))
     for kind in autocast_programs.KINDS:
-        run = autocast_programs.program(job, kind, jnp.float16)
-        jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(variables, job.x, job.y)
-        (loss, _), grads = shapes
+        program = autocast_programs.program(job, kind, jnp.float16)
+        jaxpr, ((loss, _), grads) = jax.make_jaxpr(program, return_shape=True)(variables, job.x, job.y)
         assert loss.dtype == F32 and all(g.dtype == F32 for g in jax.tree.leaves(grads))
         matmuls[kind] = re.findall(r":(\w+)\[[^\]]*\] = (?:dot_general|conv_general_dilated)", str(jaxpr))
-    dtypes = {kind: set(found) for kind, found in matmuls.items()}
+    dtypes = {kind: set(names) for kind, names in matmuls.items()}
     assert dtypes.pop(autocast_programs.UNCAST) == {"f32"}
     assert set(map(frozenset, dtypes.values())) == {frozenset({"f16"})}
     assert len(set(map(len, matmuls.values()))) == 1
-
-
-@pytest.mark.thorough(0)
-def test_autocast_is_timed_beside_by_hand_and_uncast(monkeypatch):
-    monkeypatch.setattr(cpu_autocast, "PROGRAMS", cpu_autocast.PROGRAMS[:3])
-
-    def dense(cast=None):  # compiles fast
-        return nn.Dense(4, dtype=cast.dtype if cast else None)
-
-    job = autocast_programs.Job("dense", dense, jax.ShapeDtypeStruct((2, 8), F32), LABELS)
-    rows = cpu_autocast.measure(job, rounds=1, steps=1, compilations=1)
-    assert [row["program"] for row in rows] == ["uncast", "by hand", "jaxmp.autocast"]
-    assert rows[1]["step_over_by_hand"] == rows[1]["compile_over_by_hand"] == rows[0]["compile_over_uncast"] == 1.0
-    assert all(row["step_ms"] > 0 and row["compile_s"] > 0 for row in rows)
-    assert cpu_autocast.render({"rows": rows}).count("jaxmp.autocast") == 1
 
 
 def test_autocast_is_judged_by_both_targets():
@@ -285,6 +263,17 @@ def test_autocast_is_judged_by_both_targets():
 def test_a_watched_step_misses_its_target_by_time():
     row = {"program": cpu_monitor.STATS, "step_ms": 1.0, "of_plain": 1.5, "compile_s": 1.0}
     row["missed"] = cpu_monitor.missed(row)
-    assert " over 1.03" in row["missed"][0]
-    assert "no: " in cpu_monitor.render({"rows": [row]})
+    assert " over 1.03" in row["missed"][0] and "no: " in cpu_monitor.render({"rows": [row]})
     assert not cpu_monitor.missed(row | {"of_plain": 1.02})
+
+
+def test_every_recipe_is_measured_and_outliers_cost_one_scale_most():
+    stored = json.loads(recipes.BENCHMARK.results.read_text())["rows"]
+    y = {(row["recipe"], row["data"]): row["y"] for row in stored}
+    assert set(y) == {(name, data) for name in recipes.RECIPES for data in recipes.DATA}
+    one, rowwise = list(recipes.RECIPES)[:3:2]
+    assert y[one, "normal"] > 28 and y[one, "outliers"] < 10 < 28 < y[rowwise, "outliers"]
+    x, w, _ = recipes.tensors("normal", 512, 512)
+    product = jax.jit(lambda x, w: fp8.dot_general(x, w, recipes.MATMUL, recipe=recipes.RECIPES[rowwise]))(x, w)
+    sqnr = recipes.sqnr_of_rows(product, x.astype("f8") @ w.astype("f8"))
+    assert sqnr == pytest.approx(y[rowwise, "normal"], abs=0.1)

@@ -1,9 +1,8 @@
-"""What pages say of speed and memory is in a table of benchmarks/, and names its row.
+"""What pages say of speed and memory is in a table of benchmarks/, and names its row."""
 
-A claim is a link: its text has the numbers, its target is a section of benchmarks/README.md, a section of its own page
-or a file of benchmarks/results, and its title is the row, `'first cell'` or `'first cell; another cell'`, without
-double quotes. That the tables are those of the stored results is test_benchmarks.py's.
-"""
+# A claim is a link: its text has the numbers, its target is a section of benchmarks/README.md, one of its own page,
+# or a file of benchmarks/results, and its title is the row, `'first cell'` or `'first cell; another cell'`, without
+# double quotes. That the tables are those of the stored results is test_benchmarks.py's.
 
 import functools
 import json
@@ -26,9 +25,9 @@ def file_of(page, target):
 
 
 CLAIMS = [
-    (str(page.relative_to(ROOT)), said, file_of(page, target), title)
+    (str(page.relative_to(ROOT)), claim, file_of(page, target), title)
     for page in PAGES
-    for said, target, title in CLAIM.findall(page.read_text())
+    for claim, target, title in CLAIM.findall(page.read_text())
 ]
 
 
@@ -48,21 +47,21 @@ def rows_of(target):
     raise AssertionError(f"no section {anchor!r}")
 
 
-def stands_in(said, row):
+def stands_in(claim, row):
     """Whether all numbers of a text are in a row, rounded to the digits that the text has."""
-    found = [float(number) for cell in row for number in NUMBER.findall(cell)]
-    digits = [(float(number), len(number.partition(".")[2])) for number in NUMBER.findall(said)]
-    return bool(digits) and all(any(round(x, d) == number for x in found) for number, d in digits)
+    numbers = [float(number) for cell in row for number in NUMBER.findall(cell)]
+    digits = [(float(number), len(number.partition(".")[2])) for number in NUMBER.findall(claim)]
+    return bool(digits) and all(any(round(x, d) == number for x in numbers) for number, d in digits)
 
 
 @pytest.mark.parametrize("target", sorted({target for _, _, target, _ in CLAIMS}))
 def test_claims_are_numbers_of_the_rows_that_they_name(target):
     wrong = []
-    for page, said, _, title in (claim for claim in CLAIMS if claim[2] == target):
+    for page, claim, _, title in (fields for fields in CLAIMS if fields[2] == target):
         first, *others = title.split("; ")
         named = [row for row in rows_of(target) if row[0] == first and set(others) <= set(row)]
-        if not any(stands_in(said, row) for row in named):
-            wrong.append(f"{page}: {said!r} is not in {title!r}: {named}")
+        if not any(stands_in(claim, row) for row in named):
+            wrong.append(f"{page}: {claim!r} is not in {title!r}: {named}")
     assert wrong == []
 
 
@@ -106,11 +105,11 @@ def claims_without_a_row(page):
     for allowed in CALCULATED.get(str(page.relative_to(ROOT)), ()):
         assert allowed in text
         text = text.replace(allowed, "")
-    return [text[max(0, found.start() - 60) : found.end() + 20] for found in MEASURED.finditer(text)]
+    return [text[max(0, match.start() - 60) : match.end() + 20] for match in MEASURED.finditer(text)]
 
 
 def test_no_page_claims_a_number_without_its_row():
-    assert {str(page): found for page in PAGES if (found := claims_without_a_row(page))} == {}
+    assert {str(page): claims for page in PAGES if (claims := claims_without_a_row(page))} == {}
 
 
 def test_wrong_claims_are_found():

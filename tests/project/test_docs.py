@@ -27,15 +27,48 @@ def name_of(page):
     return str(page.relative_to(ROOT)).removeprefix("docs/")
 
 
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("page", DOCS, ids=name_of)
+# Sizes of data that a reader may change. What a page asserts holds with others, too.
+SIZE = re.compile(r"^((?:(?:batch|rows|columns|features|hidden|classes|tokens)(?:, )?)+) = ((?:\d+(?:, )?)+)", flags=re.MULTILINE)
+
+
+def with_sizes(code, factor):
+    """`code` with each size of its first lines, as in `rows, features = 32, 8`, times `factor`."""
+    larger = lambda line: re.sub(r"\d+", lambda size: str(factor * int(size[0])), line[2])  # noqa: E731
+    return SIZE.sub(lambda line: f"{line[1]} = {larger(line)}", code)
+
+
+def run_page(page, factor=1):
+    namespace = {}
+    for block in python_blocks(page):
+        exec(compile(with_sizes(block, factor), str(page), "exec"), namespace)
+
+
+OF_EVERY_RUN = ("index.md", "tutorial.md")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=[] if name_of(p) in OF_EVERY_RUN else pytest.mark.thorough(0)) for p in DOCS],
+    ids=name_of,
+)
 def test_code_of_page_runs(page):
     """Of pages in docs/; test_readme.py runs the README."""
-    blocks = python_blocks(page)
-    assert bool(blocks) == (name_of(page) not in WITHOUT_CODE)
-    namespace = {}
-    for block in blocks:
-        exec(compile(block, str(page), "exec"), namespace)
+    assert bool(python_blocks(page)) == (name_of(page) not in WITHOUT_CODE)
+    run_page(page)
+
+
+SIZED = [page for page in DOCS if any(map(SIZE.search, python_blocks(page)))]
+
+
+@pytest.mark.thorough(0)
+@pytest.mark.parametrize("page", SIZED, ids=name_of)
+def test_code_of_page_runs_with_data_of_another_size(page):
+    run_page(page, factor=3)
+
+
+def test_most_pages_name_the_sizes_of_their_data():
+    assert len(SIZED) >= 20
+    assert with_sizes("rows, features = 32, 8  # any\nx = 4", 3) == "rows, features = 96, 24  # any\nx = 4"
 
 
 def slugs_of(page):

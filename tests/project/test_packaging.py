@@ -25,9 +25,9 @@ def test_no_placeholder_is_left():
 
 def test_each_python_that_ci_runs_is_a_classifier():
     classifiers = PROJECT["project"]["classifiers"]
-    found = [c.rpartition(" ")[2] for c in classifiers if re.search(r":: 3\.\d+$", c)]
-    assert found == ["3.11", "3.12", "3.13"]
-    assert PROJECT["project"]["requires-python"] == f">={found[0]}"
+    pythons = [c.rpartition(" ")[2] for c in classifiers if re.search(r":: 3\.\d+$", c)]
+    assert pythons == ["3.11", "3.12", "3.13"]
+    assert PROJECT["project"]["requires-python"] == f">={pythons[0]}"
 
 
 def test_versions_agree():
@@ -50,8 +50,8 @@ def imports_of(source):
 
 
 def test_the_readme_needs_core_dependencies_only():
-    found = {name for block in python_blocks(ROOT / "README.md") for name in imports_of(block)}
-    assert found <= {"jaxmp"} | names_of(PROJECT["project"]["dependencies"])
+    imports = {name for block in python_blocks(ROOT / "README.md") for name in imports_of(block)}
+    assert imports <= {"jaxmp"} | names_of(PROJECT["project"]["dependencies"])
 
 
 # Packages whose import has another name than the distribution, or that come with one of the extra.
@@ -60,8 +60,9 @@ DISTRIBUTION = {"orbax": "orbax-checkpoint", "etils": "orbax-checkpoint"}
 
 def test_an_error_names_the_extra_that_installs_the_package():
     named = []
-    for path in (ROOT / "jaxmp").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    texts = [path.read_text() for path in (ROOT / "jaxmp").rglob("*.py")]
+    for text in (text for text in texts if "optional.load(" in text):
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "optional.load":
                 package = node.args[0].value.partition(".")[0]
                 named.append((DISTRIBUTION.get(package, package), node.keywords[0].value.value))

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -17,10 +18,11 @@ import parity
 import train
 from helpers import ROOT, compiled_quickly
 
+FLOPS = functools.cache(parity.fp8_flops)
 LOSSES = {"bf16": 1.40, "fp8": 1.41, "fp8, E4M3": 1.42}
 
 
-def made_up_run(name, seed, cfg):
+def invented_run(name, seed, cfg):
     """A run that was not trained: the loss of a policy, other for each seed."""
     loss = LOSSES[name] + 0.01 * seed + 0.001 * (seed * len(name) % 3)
     extra = {"last_in_fp8": loss + 0.002} if "fp8" in name else {}
@@ -49,13 +51,14 @@ def call(monkeypatch, tmp_path):
 
     def call(stop=None, **options):
         pool, console = Here(stop), Console(file=io.StringIO(), width=150)
-        monkeypatch.setattr(parity, "train_one", made_up_run)
+        monkeypatch.setattr(parity, "train_one", invented_run)
+        monkeypatch.setattr(parity, "fp8_flops", FLOPS)
         monkeypatch.setattr(parity, "pool_of", lambda processes: pool)
         # The order in which futures end is open; here it is the order of the jobs, so that the test says which.
         monkeypatch.setattr(concurrent.futures, "as_completed", iter)
-        given = {"policies": tuple(LOSSES), "seeds": 4, "steps": 100, "json": tmp_path / "parity.json"}
+        defaults = {"policies": tuple(LOSSES), "seeds": 4, "steps": 100, "json": tmp_path / "parity.json"}
         try:
-            parity.main(parity.Parity(**given | options), console)
+            parity.main(parity.Parity(**defaults | options), console)
         except SystemExit as e:
             return pool.jobs, str(e)
         return pool.jobs, console.file.getvalue()
@@ -74,7 +77,7 @@ def test_an_interrupted_call_goes_on_with_what_is_missing(call, tmp_path):
     assert "5 runs are in parity.json, 7 are missing" in said
     assert sorted(first + second) == sorted((name, seed) for name in LOSSES for seed in range(4))
     whole = json.loads((tmp_path / "parity.json").read_text())
-    assert whole["runs"] == [made_up_run(name, seed, None) for name in LOSSES for seed in range(4)]
+    assert whole["runs"] == [invented_run(name, seed, None) for name in LOSSES for seed in range(4)]
 
     third, said = call()
     assert third == [] and json.loads((tmp_path / "parity.json").read_text()) == whole
@@ -100,21 +103,21 @@ def test_steps_that_do_not_fit_are_named(call):
 
 def test_the_summary_pairs_seeds():
     cfg = train.Config()
-    runs = [made_up_run(name, seed, cfg) for name in LOSSES for seed in range(5)]
+    runs = [invented_run(name, seed, cfg) for name in LOSSES for seed in range(5)]
     runs = [run for run in runs if (run["policy"], run["seed"]) not in {("bf16", 1), ("fp8", 4)}]
-    found = parity.summarize(runs, cfg)
+    summary = parity.summarize(runs, cfg)
     loss = {(run["policy"], run["seed"]): run["held_out"] for run in runs}
     shared = [0, 2, 3]
     gaps = np.array([loss["fp8", s] - loss["bf16", s] for s in shared])
     base = np.mean([loss["bf16", s] for s in shared])
-    row = found["fp8"]
+    row = summary["fp8"]
     assert (row["baseline"], row["seeds"], row["gaps"]) == ("bf16", 4, 3)
     assert row["mean_gap_percent"] == pytest.approx(100 * gaps.sum() / 3 / base)
     variance = ((gaps - gaps.sum() / 3) ** 2).sum() / 2
     assert row["standard_error_percent"] == pytest.approx(100 * (variance / 3) ** 0.5 / base)
     every = np.mean([loss["fp8", s] for s in range(4)])
     assert row["in_fp8_gaps"] == 4 and row["in_fp8_mean_gap_percent"] == pytest.approx(100 * 0.002 / every)
-    assert "mean_gap" not in found["bf16"] and "in_fp8_mean_gap" not in found["bf16"]
+    assert "mean_gap" not in summary["bf16"] and "in_fp8_mean_gap" not in summary["bf16"]
 
 
 def test_the_share_of_fp8_counts_every_matmul():
