@@ -27,7 +27,6 @@ KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(4, 8)), F32)
 W = jnp.asarray(RNG.normal(size=(8, 8)) * 0.3, F32)
-BOTH = pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16"])
 
 
 def dtypes_of(tree: Any) -> list[str]:
@@ -44,11 +43,11 @@ def test_branches_for_other_platforms_are_not_compiled() -> None:
     def fn(x: jax.Array) -> jax.Array:
         return lax.platform_dependent(x, tpu=lambda x: kernel(x) @ W, default=lambda x: x @ W)
 
-    assert_within_ulps(jax.jit(jaxmp.autocast(fn))(X), jaxmp.autocast(jnp.matmul)(X, W), 1)
+    assert_within_ulps(*jax.jit(lambda x: (jaxmp.autocast(fn)(x), jaxmp.autocast(jnp.matmul)(x, W)))(X), 1)
 
 
 def test_products_of_integers_are_integers() -> None:
-    n = jnp.arange(64, dtype=jnp.int32).reshape(8, 8) + 4000
+    n = np.arange(64, dtype=np.int32).reshape(8, 8) + 4000
 
     def fn(n: jax.Array, small: jax.Array) -> Any:
         to_int = {"preferred_element_type": jnp.int32}
@@ -56,13 +55,13 @@ def test_products_of_integers_are_integers() -> None:
         to_float = lax.dot(small, small, preferred_element_type=F32)
         return n @ n, jnp.vdot(n, n) % 7, n[:, :2] @ n[:2], lax.dot(small, small, **to_int), to_float, conv
 
-    args = n, n.astype(jnp.int8)
-    for run in (jaxmp.autocast(fn, BF16), jax.jit(jaxmp.autocast(fn, F16))):
-        assert_exact(run(*args), fn(*args))
+    functions = (fn, jaxmp.autocast(fn, BF16), jaxmp.autocast(fn, F16))
+    exact, *outs = jax.jit(lambda *args: [f(*args) for f in functions])(n, n.astype(np.int8))
+    for out in outs:
+        assert_exact(out, exact)
 
 
-@BOTH
-@pytest.mark.parametrize("lists", [F16, BF16], ids=["in float16", "in bfloat16"])
+@pytest.mark.parametrize(("lists", "dtype"), [(F16, F16), (F16, BF16), (BF16, F16)], ids=["own", "wider", "narrower"])
 def test_a_rounding_that_the_code_makes_stays(lists: Any, dtype: Any) -> None:
     """Of an input, of what is made of one, and in a region without autocast."""
 
@@ -71,9 +70,11 @@ def test_a_rounding_that_the_code_makes_stays(lists: Any, dtype: Any) -> None:
             off = x.astype(dtype).astype(F32)
         return off - x, x.T.astype(dtype).astype(F32) * 1.0, x - lax.reduce_precision(x, 5, 2)
 
-    run, rounded = jaxmp.autocast(fn, lists), X.astype(dtype).astype(F32)
-    for found in (run(X), jax.jit(run)(X)):
-        assert_exact(found, (rounded - X, rounded.T, X - lax.reduce_precision(X, 5, 2)))
+    x = np.asarray(X)
+    rounded = x.astype(dtype).astype(F32)
+    assert_exact(
+        jax.jit(jaxmp.autocast(fn, lists))(X), (rounded - x, rounded.T, x - x.astype(jnp.float8_e5m2).astype(F32))
+    )
 
 
 # ---- numbers of Python
@@ -83,11 +84,11 @@ def plain(f: Any) -> Any:
     return f
 
 
-@pytest.mark.parametrize(
-    "around",
-    [plain, jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))],
-    ids=["plain", "jit", "remat", "remat in jit"],
-)
+def remat_in_jit(f: Any) -> Any:
+    return jax.jit(jax.checkpoint(f))
+
+
+@pytest.mark.parametrize("around", [plain, jax.jit, remat_in_jit], ids=["plain", "jit", "remat in jit"])
 def test_numbers_are_results_and_operands(around: Any) -> None:
     def fn(x: Any, factor: Any) -> Any:
         y, *others = around(lambda x, flag: (x @ x, flag, True, 2.5, 3, jnp.float32(3.0), jnp.int32(2)))(x, True)
@@ -102,27 +103,25 @@ def test_numbers_are_results_and_operands(around: Any) -> None:
         assert all(isinstance(x, jax.Array) for x in others[-2 if around is plain else 0 :])
 
 
-CALLS: dict[str, Any] = {
-    "jit": jax.jit,
-    "remat": jax.checkpoint,
-    "in a scan": lambda f: lambda x, n: lax.scan(lambda c, y: (c, f(y, n)), 0, x[None])[1][0],
-    "in a vmap": lambda f: lambda x, n: jax.vmap(f, (0, None))(x, n),
-}
-
-
-@pytest.mark.thorough(6)
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("number", [True, 3, 2.5], ids=["bool", "int", "float"])
+@pytest.mark.parametrize(
+    ("number", "call"),
+    [
+        pytest.param(True, jax.jit, id="bool, jit"),
+        pytest.param(3, jax.checkpoint, id="int, remat"),
+        pytest.param(
+            2.5, lambda f: lambda x, n: lax.scan(lambda c, y: (c, f(y, n)), 0, x[None])[1][0], id="float, scan"
+        ),
+        pytest.param(2.5, lambda f: lambda x, n: jax.vmap(f, (0, None))(x, n), id="float, vmap"),
+    ],
+)
 def test_a_number_of_python_as_an_operand_of_a_call(number: Any, call: Any) -> None:
     choose = call(jax.jit(lambda x, n: lax.cond(n > 0, lambda: x * n, lambda: x)))
 
-    def fn(x: Any) -> Any:
-        return choose(x @ W, number)
+    def total(x: Any) -> Any:
+        return choose(x @ W, number).astype(F32).sum()
 
-    found, expected = (
-        jax.jit(jax.value_and_grad(lambda x, f=f: f(x).astype(F32).sum()))(X) for f in (jaxmp.autocast(fn, BF16), fn)
-    )
-    assert_close(found, expected, rtol=2**-6)
+    auto = jax.value_and_grad(jaxmp.autocast(total, BF16))
+    assert_close(*jax.jit(lambda x: (auto(x), jax.value_and_grad(total)(x)))(X), rtol=2**-6)
 
 
 def test_constants_among_scalars_of_16_bits_leave_them() -> None:
@@ -139,17 +138,13 @@ def test_constants_among_scalars_of_16_bits_leave_them() -> None:
 # ---- loops
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("axes", [1, 2])
-def test_a_while_loop_under_vmap_goes_on_in_the_rows_whose_test_holds(axes: int) -> None:
+def test_a_while_loop_under_vmap_goes_on_in_the_rows_whose_test_holds() -> None:
+    @jax.vmap
+    @jax.vmap
     def grow(x: jax.Array, end: jax.Array) -> Any:
         return lax.while_loop(lambda c: c[0] < end, lambda c: (c[0] + 1, jnp.tanh(c[1] @ W)), (0, x))
 
-    for _ in range(axes):
-        grow = jax.vmap(grow)
-    ends = np.arange(4, dtype=np.int32).reshape((4, 1)[:axes])
-    rows = X.reshape(*ends.shape, 8)
-    auto = jaxmp.autocast(grow)
+    ends, rows, auto = np.arange(4, dtype=np.int32).reshape(4, 1), X[:, None], jaxmp.autocast(grow)
     (count, out), (_, exact), tangent = jax.jit(
         lambda x: (auto(x, ends), grow(x, ends), jax.jvp(lambda x: auto(x, ends)[1], (x,), (x,))[1])
     )(rows)
@@ -164,21 +159,20 @@ def row_loss(row: Any, label: Any) -> Any:
 
 
 SUMS_OF_ROWS: dict[str, Any] = {
-    "scan": lambda x, n: lax.scan(lambda c, r: (c + row_loss(*r), None), 0.0, (x, n))[0],
-    "fori": lambda x, n: lax.fori_loop(0, 16, lambda i, c: c + row_loss(x[i], n[i]), 0.0),
-    "map": lambda x, n: jnp.sum(lax.map(lambda r: row_loss(*r), (x, n))),
-    "unrolled": lambda x, n: functools.reduce(jnp.add, [row_loss(x[i], n[i]) for i in range(16)], jnp.zeros(())),
+    "scan": (BF16, lambda x, n: lax.scan(lambda c, r: (c + row_loss(*r), None), 0.0, (x, n))[0]),
+    "map": (F16, lambda x, n: jnp.sum(lax.map(lambda r: row_loss(*r), (x, n)))),
+    "unrolled": (BF16, lambda x, n: functools.reduce(jnp.add, map(row_loss, x, n), jnp.zeros(()))),
 }
 
 
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("sums", SUMS_OF_ROWS.values(), ids=SUMS_OF_ROWS)
-@BOTH
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize(("dtype", "sums"), SUMS_OF_ROWS.values(), ids=SUMS_OF_ROWS)
 def test_scalars_of_float32_are_not_taken_to_16_bits_by_a_number_of_an_array(dtype: Any, sums: Any) -> None:
     """Cross-entropies of single rows of saturated logits, and their sum, which ended at 0.039 and not 0.063."""
     x, w = (np.float32(RNG.normal(size=shape) * scale) for shape, scale in (((16, 20), 1), ((20, 7), 6)))
-    labels = jnp.asarray(np.argmax(x @ w, -1))
-    logits = np.asarray(jnp.asarray(x, dtype) @ jnp.asarray(w, dtype), np.float64)
+    labels = np.argmax(x @ w, -1)
+    logits = np.float32(x.astype(dtype)) @ np.float32(w.astype(dtype))
+    logits = logits.astype(dtype).astype(np.float64)
     expected = np.log(np.sum(np.exp(logits - logits.max(-1, keepdims=True)), -1)) + logits.max(-1)
     out = jax.jit(jaxmp.autocast(lambda x, w: sums(x @ w, labels), dtype))(x, w)
     assert_close(out, np.float32(np.sum(expected - logits[np.arange(16), labels])), atol=2e-4)
@@ -206,7 +200,6 @@ ONES = np.ones((8, 8), bool)
 # The dtype of what the loop carries, when it goes on, its body, and what it starts from beside y.
 STOPS: dict[str, Any] = {
     "the number": ("bfloat16", lambda a, z, y: a < 10, lambda a, z, y: (a + 1, turn(z, y)), 0),
-    "a token": ("bfloat16", lambda a, z, y: a != 10, lambda a, z, y: (jnp.where(a > 9, a, a + 1), turn(z, y)), 0),
     "a comparison": ("float32", lambda a, z, y: jnp.any(is_far(z, y)), lambda a, z, y: (a, turn(z, y)), 0),
     "bools of the body": ("float32", lambda a, z, y: jnp.any(a), flag_and_turn, ONES),
     "bools of a function": ("float32", lambda a, z, y: jnp.any(a[0]), flags_of_a_function, (ONES, ONES)),
@@ -234,9 +227,8 @@ def test_a_loop_that_goes_on_until_floats_converge_carries_float32(dtype, goes_o
 
 
 def many_operations(x: jax.Array, w: jax.Array) -> jax.Array:
-    for _ in range(4):
-        x = jax.nn.softmax(jnp.tanh(x @ w) + x)
-    return lax.scan(lambda c, r: (c + jax.nn.gelu(r @ w), c), x[0], x)[0]
+    x = jax.nn.softmax(jnp.tanh(x @ w) + x)
+    return lax.scan(lambda c, r: (c + jnp.tanh(r @ w), c), x[0], x)[0]
 
 
 fn_of_constants = jax.jit(lambda x: many_operations(x, W))
@@ -262,9 +254,7 @@ def test_a_jitted_function_is_compiled_once(call: Any) -> None:
 
 CLOSURES: dict[str, Any] = {
     "jit": lambda w: jax.jit(lambda x: many_operations(x, w)),
-    "jit in jit": lambda w: jax.jit(lambda x: jax.jit(lambda x: many_operations(x, w))(x) + many_operations(x, W)),
     "remat": lambda w: jax.checkpoint(lambda x: many_operations(x, w)),
-    "jit in a derivative": lambda w: jax.jit(lambda x: jax.nn.relu(many_operations(jax.nn.silu(x), w))),
 }
 
 
@@ -313,7 +303,7 @@ def test_a_region_is_read_in_a_function_that_was_traced_for_another_rewrite() ->
                 return y @ w, y
 
     for fn in (lambda x: inner(x), lambda x: inner(2 * x)):
-        assert dtypes_of(jaxmp.autocast(fn, BF16)(w)) == ["float32", "float16"]
+        assert dtypes_of(jax.eval_shape(jaxmp.autocast(fn, BF16), w)) == ["float32", "float16"]
 
 
 def test_a_region_without_dtype_has_the_one_around_it() -> None:
@@ -338,7 +328,7 @@ def test_an_autocast_in_a_derivative_rule_is_the_innermost() -> None:
     assert seen == ["bfloat16"]  # nothing else is left of the function
 
 
-@pytest.mark.parametrize("over", [plain, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"])
+@pytest.mark.parametrize("over", [plain, remat_in_jit], ids=["plain", "remat in jit"])
 def test_a_rule_with_symbolic_zeros_gets_arrays(over: Any) -> None:
     """What is not differentiated has a zero for its derivative."""
     product_jvp, product_vjp = jax.custom_jvp(lambda x, w: x @ w), jax.custom_vjp(lambda x, w: x @ w)
@@ -383,30 +373,20 @@ def test_what_cannot_be_autocast() -> None:
             decorator(lambda x: x)
 
 
-def test_explain_takes_static_arguments() -> None:
-    def fn(x: jax.Array, flag: bool, name: str, *, w: jax.Array) -> Any:
-        assert flag is True and name == "a"
-        return x @ w
-
-    w = jax.ShapeDtypeStruct((8, 4), F32)
-    (row,) = jaxmp.explain_autocast(fn, np.ones((2, 8), np.float32), True, "a", w=w).rows
-    assert row.name == "dot_general"
-
-
 # ---- modules
 
 
 def test_region_reaches_recurrent_modules_and_methods_given_as_functions() -> None:
     model, x = nn.RNN(nn.LSTMCell(4)), X[None]
-    variables = jax.jit(model.init)(KEY, x)
+    variables = jax.eval_shape(model.init, KEY, x)
 
     def in_region(variables: Any, method: Any = None) -> jax.Array:
         with jaxmp.autocast(dtype=BF16):
             return model.apply(variables, x, method=method)
 
-    out, exact = jax.jit(lambda v: (in_region(v), model.apply(v, x)))(variables)
-    assert out.dtype == BF16
-    assert_close(np.float32(out), exact, rtol=5e-2, atol=2e-2)
+    assert jax.eval_shape(in_region, variables).dtype == BF16
+    by_function = functools.partial(model.apply, method=lambda m, x: m(x))
+    assert_same_operations(in_region, lambda v: jaxmp.autocast(by_function, BF16)(v, x), variables)
     assert_same_operations(in_region, functools.partial(in_region, method=lambda m, x: m(x)), variables)
 
 
@@ -469,21 +449,19 @@ def chain(x: Any) -> Any:
 
 
 BODIES: dict[str, Any] = {
-    "products": chain,
-    "jit": jax.jit(chain),
-    "remat": jax.checkpoint(chain),
-    "scan": lambda x: lax.scan(lambda c, _: (jnp.tanh(c @ x), None), x, None, 2)[0],
-    "cond": lambda x: lax.cond(x[0, 0] < 9, chain, jnp.exp, x),
-    "elementwise": lambda x: jnp.exp(x) * 2,
+    "products": (F32, chain),
+    "jit": (BF16, jax.jit(chain)),
+    "remat": (F32, jax.checkpoint(chain)),
+    "scan": (BF16, lambda x: lax.scan(lambda c, _: (jnp.tanh(c @ x), None), x, None, 2)[0]),
+    "cond": (F32, lambda x: lax.cond(x[0, 0] < 9, chain, jnp.exp, x)),
 }
 
 
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-@pytest.mark.parametrize("low", [False, True], ids=["float32 params", "16-bit params"])
-def test_auto_axes_in_a_mesh_with_explicit_axes(low: bool, body: Any) -> None:
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize(("params", "body"), BODIES.values(), ids=BODIES)
+def test_auto_axes_in_a_mesh_with_explicit_axes(params: Any, body: Any) -> None:
     """As without a mesh: 16-bit values enter and leave in 16 bits."""
-    x = W.astype(BF16 if low else F32)
+    x = np.asarray(W).astype(params)
 
     def value_and_grad(inside: Any) -> Any:
         def loss(x: Any) -> Any:
@@ -494,10 +472,11 @@ def test_auto_axes_in_a_mesh_with_explicit_axes(low: bool, body: Any) -> None:
 
     (expected, y), grad = value_and_grad(body)
     with jax.set_mesh(regimes.mesh_of(AxisType.Explicit)):
-        found = value_and_grad(jax.sharding.auto_axes(body, out_sharding=jax.P(regimes.AXIS, None)))
+        on_mesh = value_and_grad(jax.sharding.auto_axes(body, out_sharding=jax.P(regimes.AXIS, None)))
         text = str(jax.make_jaxpr(jaxmp.autocast(lambda x: jax.sharding.reshard(x @ x, jax.P(regimes.AXIS)), BF16))(x))
-    assert (found[0][1].dtype, found[1].dtype) == (y.dtype, grad.dtype)
-    assert_close(jax.tree.map(np.float32, found), jax.tree.map(np.float32, ((expected, y), grad)), rtol=2e-2, atol=2e-2)
+    assert (on_mesh[0][1].dtype, on_mesh[1].dtype) == (y.dtype, grad.dtype)
+    on_mesh, alone = (jax.tree.map(np.float32, tree) for tree in (on_mesh, ((expected, y), grad)))
+    assert_close(on_mesh, alone, rtol=2e-2, atol=2e-2)
     assert f"bf16[8@{regimes.AXIS},8] = reshard" in text  # half the bytes move
 
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from autocast_fuzz import DTYPES, NAMES, check
+from autocast_fuzz import NAMES, check
 
 
 def test_there_are_enough_functions() -> None:
@@ -14,12 +14,11 @@ def test_there_are_enough_functions() -> None:
 
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", ["jnp.hypot", "jnp.einsum", "jnp.at.set", "nn.softmax where", "special.xlog1py"])
-def test_a_sample_of_public_functions(name: str) -> None:
+def test_some_public_functions(name: str) -> None:
     check(name, jnp.float16, ("plain", "vmap", "scan"))
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
-def test_public_functions(name: str, dtype: str) -> None:
-    check(name, DTYPES[dtype])
+@pytest.mark.parametrize("name", NAMES[::16])
+def test_every_sixteenth_public_function(name: str) -> None:
+    check(name, jnp.bfloat16)

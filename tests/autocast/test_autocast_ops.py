@@ -282,6 +282,6 @@ def test_the_dtype_is_torchs(name, where):
 def test_no_deviation_is_out_of_date(name):
     """Some of its rows are not what torch gives; all, where rows are listed."""
     (reason, rule), cases = DEVIATIONS[name], OPS[name]["cases"]
-    found = {by_role(row, lp): expected(name, lp, row) for lp, rows in cases.items() for row in rows}
-    differ = {role for role, (torchs, here) in found.items() if torchs != here}
+    pairs = {by_role(row, lp): expected(name, lp, row) for lp, rows in cases.items() for row in rows}
+    differ = {role for role, (torchs, here) in pairs.items() if torchs != here}
     assert reason and differ and (callable(rule) or differ == rule.keys())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.scipy.optimize import minimize
+from test_sums import in_turn
 
 import jaxmp
 from helpers import assert_close, assert_exact
@@ -30,29 +31,25 @@ CASES: dict[str, Callable[..., Any]] = {
     "div": lambda x: x / l1(x),
     "mul": lambda x: 1e-2 * x * l1(x),
     "mul by an exp": lambda x: x * 2.0**-6 * jnp.exp(1.5 * jnp.max(x)),
-    "div by squares": lambda x: x / jnp.sum(x * x),
     "broadcast": lambda x: x / jnp.full_like(x, l1(x)),
     "elu": lambda x: jax.nn.elu(x * 2.0**-10, l1(x)),
     "scatter": lambda x: x.at[:3].mul(1 / l1(x)),
 }
-AROUND: dict[str, Callable[[Any], Any]] = {
-    "op by op": lambda f: f,
-    "jit": jax.jit,
-    "remat": jax.checkpoint,
-    "nested jit": lambda f: jax.jit(lambda x: jax.jit(f)(x)),
-    "scan": lambda f: lambda x: lax.scan(lambda c, x: (c, f(x)), 0, x[None])[1][0],
+AROUND: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "nested jit": (F16, lambda f: jax.jit(lambda x: jax.jit(f)(x))),
+    "remat": (BF16, jax.checkpoint),
+    "scan": (F16, lambda f: lambda x: lax.scan(lambda c, x: (c, f(x)), 0, x[None])[1][0]),
 }
 
 
-@pytest.mark.thorough(4)
-@both_dtypes
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.thorough(3)
+@pytest.mark.parametrize(("case", "dtype"), in_turn(CASES, [F16, BF16]), ids=CASES)
 def test_a_computed_scalar_takes_part_in_float32(case: str, dtype: Any) -> None:
-    x = jnp.asarray(LARGE, dtype)
-    out = jaxmp.autocast(CASES[case], dtype)(x)
+    x = LARGE.astype(dtype)
+    out = jax.jit(jaxmp.autocast(CASES[case], dtype))(x)
     assert out.dtype == dtype
     with jax.enable_x64(True):
-        expected = np.asarray(CASES[case](jnp.asarray(np.asarray(x, np.float64))))
+        expected = np.asarray(jax.jit(CASES[case])(x.astype(np.float64)))
     assert expected.dtype == np.float64
     tiny = float(jnp.finfo(dtype).smallest_subnormal)
     unit = np.maximum(np.abs(expected) * float(jnp.finfo(dtype).eps), tiny)
@@ -62,45 +59,41 @@ def test_a_computed_scalar_takes_part_in_float32(case: str, dtype: Any) -> None:
 
 
 @pytest.mark.thorough(1)
-@both_dtypes
-@pytest.mark.parametrize("around", AROUND)
-def test_inside_and_outside_of_transformations(around: str, dtype: Any) -> None:
+@pytest.mark.parametrize(("dtype", "around"), AROUND.values(), ids=AROUND)
+def test_inside_and_outside_of_transformations(dtype: Any, around: Any) -> None:
     def normalized(x: Any) -> Any:
         return x * 3000 / l1(x * 8)
 
-    def assert_normalized(out: Any) -> None:
-        assert out.dtype == dtype
-        assert_close(out.astype(F32), exact.astype(np.float32), rtol=2e-2, atol=1e-6)
+    def output_and_gradient(fn: Any) -> Any:
+        def run(x: Any) -> Any:
+            out, pull_back = jax.vjp(fn, x)
+            return out, pull_back(jnp.ones_like(out))[0]
 
-    x = jnp.asarray(LARGE, dtype)
-    exact = 375 * np.asarray(x, np.float64) / np.sum(np.abs(np.asarray(x, np.float64)))
-    for fn in (jaxmp.autocast(AROUND[around](normalized), dtype), AROUND[around](jaxmp.autocast(normalized, dtype))):
-        out, pull_back = jax.vjp(fn, x)
-        assert_normalized(out)
-        (grad,) = pull_back(jnp.ones_like(out))
-        assert grad.dtype == dtype
+        return run
+
+    inside, outside = jaxmp.autocast(around(normalized), dtype), around(jaxmp.autocast(normalized, dtype))
+    runs = (output_and_gradient(inside), output_and_gradient(outside), lambda x: (jax.vmap(inside)(x[None])[0], x))
+    x = LARGE.astype(dtype)
+    exact = 375 * x.astype(np.float64) / np.sum(np.abs(x.astype(np.float64)))
+    for out, grad in jax.jit(lambda x: [run(x) for run in runs])(x):
+        assert out.dtype == grad.dtype == dtype
+        assert_close(np.asarray(out, np.float32), exact.astype(np.float32), rtol=2e-2, atol=1e-6)
         assert np.isfinite(np.asarray(grad, np.float32)).all()
-    assert_normalized(jax.vmap(jaxmp.autocast(AROUND[around](normalized), dtype))(jnp.stack([x, x]))[1])
 
 
 @both_dtypes
 def test_the_gradient_of_a_scalar_is_summed_in_float32(dtype: Any) -> None:
     fn = jaxmp.autocast(lambda x, t: jnp.sum(x * jnp.exp(t)), dtype)
-    assert_exact(jax.grad(fn, 1)(jnp.ones(4096, dtype), jnp.float32(0.0)), np.float32(4096))
+    assert_exact(jax.jit(jax.grad(fn, 1))(np.ones(4096, dtype), np.float32(0.0)), np.float32(4096))
 
 
-@pytest.mark.thorough(1)
 @both_dtypes
 def test_constants_take_part_in_float32(dtype: Any) -> None:
-    x = jnp.asarray(LARGE[:64], dtype)
-    wide = np.asarray(x, np.float32)
-    for fn, exact in (
-        (lambda x: x * 0.1, wide * np.float32(0.1)),
-        (lambda x: 0.3 - x, np.float32(0.3) - wide),
-        (lambda x: x / 0.7, wide / np.float32(0.7)),
-        (lambda x: x * jnp.sqrt(0.1), wide * np.sqrt(np.float32(0.1))),
-    ):
-        assert_exact(jaxmp.autocast(fn, dtype)(x), jnp.asarray(exact).astype(dtype))
+    x = LARGE[:64].astype(dtype)
+    wide, sqrt = x.astype(np.float32), np.sqrt(np.float32(0.1))
+    out = jax.jit(jaxmp.autocast(lambda x: [x * 0.1, 0.3 - x, x / 0.7, x * jnp.sqrt(0.1)], dtype))(x)
+    exact = [wide * np.float32(0.1), np.float32(0.3) - wide, wide / np.float32(0.7), wide * sqrt]
+    assert_exact(out, [y.astype(dtype) for y in exact])
 
 
 def test_a_number_that_16_bits_hold_exactly_casts_nothing() -> None:
@@ -110,14 +103,16 @@ def test_a_number_that_16_bits_hold_exactly_casts_nothing() -> None:
 
 @both_dtypes
 def test_a_comparison_with_a_scalar_is_exact(dtype: Any) -> None:
-    x, t = jnp.asarray([1.0, 2.0, 3.0], dtype), jnp.float32(2 + 2**-20)
-    assert jaxmp.autocast(lambda x, t: x < t * 1, dtype)(x, t).tolist() == [True, True, False]
-    assert jaxmp.autocast(lambda x, t: x * 20000 < t * 35000, F16)(x.astype(F16), t).tolist() == [True, True, True]
+    x, t = np.asarray([1.0, 2.0, 3.0], dtype), np.float32(2 + 2**-20)
+    fn = jaxmp.autocast(lambda x, t: (x < t * 1, x * 20000 < t * 35000), dtype)
+    near, far = jax.jit(fn)(x, t)
+    assert near.tolist() == [True, True, False]
+    assert dtype == BF16 or far.tolist() == [True, True, True]
 
 
 def test_a_scalar_added_to_a_matmul_is_not_rounded() -> None:
-    out = jaxmp.autocast(lambda x, b: (x @ W) - b * b, F16)(jnp.full((2, 8), 300.0 * 100), jnp.float32(300.0))
-    assert_exact(out, jnp.full((2, 8), -30000, F16))
+    run = jax.jit(jaxmp.autocast(lambda x, b: (x @ W) - b * b, F16))
+    assert_exact(run(np.full((2, 8), 300.0 * 100, np.float32), np.float32(300.0)), np.full((2, 8), -30000, F16))
 
 
 @both_dtypes
@@ -135,17 +130,13 @@ def test_matmuls_around_stay_in_16_bits_and_nothing_is_kept_in_float32(dtype: An
     assert [a.dtype for a in jax.tree.leaves(pull_back) if a.size == x.size] == [dtype]
 
 
-OBJECTIVES: dict[str, Callable[[Any], Any]] = {
-    "quartic": lambda x: jnp.sum((x - 3) ** 4) + jnp.sum(x) ** 2,
-    "logistic": lambda x: jnp.sum(jnp.logaddexp(0.0, -x * jnp.arange(1, 5))) + 0.1 * jnp.sum(x**2),
-}
+def test_a_solver_in_float16_stays_finite() -> None:
+    quartic = lambda x: jnp.sum((x - 3) ** 4) + jnp.sum(x) ** 2  # noqa: E731
 
+    @jax.jit
+    def run(x: Any) -> Any:
+        return quartic(jaxmp.autocast(lambda x: minimize(quartic, x, method="BFGS").x, F16)(x)), quartic(x)
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_solver_in_float16_stays_finite(objective: str) -> None:
-    f = OBJECTIVES[objective]
-    solve = jax.jit(jaxmp.autocast(lambda x: minimize(f, x, method="BFGS").x, F16))
-    for seed in range(6):
-        x = jnp.asarray(np.random.default_rng(seed).normal(size=4) * 2, F32)
-        assert f(solve(x)) < f(x)
+    for seed in range(2):
+        after, before = run(np.random.default_rng(seed).normal(size=4).astype(np.float32) * 2)
+        assert after < before

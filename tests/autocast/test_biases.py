@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from test_exact_products import equinox_layer, haiku_layer, linen_layer, nnx_layer
-from test_sums import both_dtypes
+from test_sums import DTYPES, in_turn
 
 import jaxmp
 
@@ -68,49 +68,35 @@ ADDENDS: dict[str, tuple[Any, Any]] = {
     # a residual that is repeated along the features
     "NLinear": (lambda x: x[:, -1:] + dense(x), SERIES),
     "NLinear, nnx": (lambda x: linear(x) + x[:, -1:], SERIES),
-    "NLinear, one row": (lambda x: x[:, -1:] + dense(x), SERIES[:1]),
-    "NLinear, one step": (lambda x: x[:, -1:] + dense(x, 1), SERIES),
-    "NLinear, no batch": (lambda x: x[-1:] + dense(x), SERIES[0]),
     "NLinear of channels": (lambda x: x[:, -1:] + dense(x.mT).mT, CHANNELS),
-    "NLinear of channels, one row": (lambda x: x[:, -1:] + dense(x.mT).mT, CHANNELS[:1]),
-    "NLinear of channels, no batch": (lambda x: x[-1:] + dense(x.T).T, CHANNELS[0]),
     "NLinear after a layer": (lambda x: x[-1:] + dense(nn.relu(dense(x.T, 16))).T, CHANNELS[0]),
     "vmap": (jax.vmap(lambda x: x[-1:] + x @ zeros(16, 8)), SERIES),
     "[N, 1]": (lambda x: x @ zeros(16, 8) + x[:, :1], SERIES),
-    "[B, T, 1]": (lambda x: x @ zeros(5, 8) + x[:, :, :1], CHANNELS),
-    "[B, 1, 1]": (lambda x: x @ zeros(5, 8) + x[:, :1, :1], CHANNELS),
     "[B, 1, C]": (lambda x: x[:, :1] + x @ zeros(5, 5), CHANNELS),
     "[T, 1] of all": (lambda x: x @ zeros(5, 8) + x[0, :, :1], CHANNELS),
-    "einsum": (lambda x: jnp.einsum("btc,co->bto", x, zeros(5, 8)) + x[..., :1], CHANNELS),
-    "einsum, heads": (lambda x: jnp.einsum("btc,cho->btho", x, zeros(5, 2, 4)) + x[:, :, None, :1], CHANNELS),
     "a product with the weight on the left": (lambda x: zeros(8, 16) @ x.T + x[:, 0][None], SERIES),
     "a convolution": (lambda x: conv(x) + x[:, :, :1], CHANNELS),
-    "a convolution's rows": (lambda x: conv(x, 5) + x[:, :1], CHANNELS),
     # of the features, but computed
     "a mean": (lambda x: x @ zeros(16, 16) + x.mean(0), SERIES),
     "a scaled row": (lambda x: x @ zeros(16, 16) + 2 * x[0], SERIES),
     "in a jitted function": (lambda x: jax.jit(lambda x, m: x @ zeros(16, 16) + m)(x, x.mean(0)), SERIES),
     "in a checkpoint": (lambda x: jax.checkpoint(lambda x, m: x @ zeros(16, 16) + m)(x, x.mean(0)), SERIES),
     "in a scan": (lambda x: lax.scan(lambda c, r: (c, r @ zeros(16, 16) + c), x.mean(0), x[:, None])[1], SERIES),
-    "a maximum": (lambda x: x @ zeros(16, 16) + x.max(0), SERIES),
     "a row, in a branch": (lambda x: lax.cond(x[0, 0] > 0, row_added, lambda x, r: x, x, x[0]), SERIES),
-    "a row, in a jitted function": (lambda x: jax.jit(row_added)(x, x[0]), SERIES),
     "a row, in a jitted function of a jitted one": (jax.jit(lambda x: jax.jit(row_added)(x, x[0])), SERIES),
-    "a row, in a scan": (lambda x: lax.scan(lambda c, r: (c, row_added(r, x[0])), 0.0, x[:, None])[1], SERIES),
     "a row of the data": (lambda x: x @ zeros(16, 16) + x[0], SERIES),
 }
 
 
-@pytest.mark.thorough(6)
-@both_dtypes
-@pytest.mark.parametrize("name", ADDENDS)
+@pytest.mark.thorough(4)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(ADDENDS, DTYPES.values()), ids=ADDENDS)
 def test_what_is_no_bias_is_added_in_float32(name, dtype):
     """Beside float64; the products are zero, so the sum is the addend."""
     fn, x = ADDENDS[name]
     y = jax.jit(jaxmp.autocast(fn, dtype))(x)
     assert y.dtype == jnp.float32
     with jax.enable_x64(True):
-        exact = np.asarray(fn(np.asarray(x, np.float64)), np.float64)
+        exact = np.asarray(jax.jit(fn)(np.asarray(x, np.float64)))
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=2 * float(jnp.finfo(jnp.float32).eps))
 
 
@@ -121,40 +107,27 @@ W, B = numbers(16, 8), numbers(8)
 BIASES: dict[str, Any] = {
     "x @ w + b": lambda x, w, b: x @ w + b,
     "b + x @ w": lambda x, w, b: b + x @ w,
-    "b[None]": lambda x, w, b: x @ w + b[None],
     "of stacked ones": lambda x, w, b: x @ jnp.stack([w, w])[1] + jnp.stack([b, b])[1],
     "in a scan over layers": lambda x, w, b: lax.scan(
         lambda h, p: (h, h @ p[0] + p[1]), x, (jnp.stack([w, w]), jnp.stack([b, b]))
     )[1],
     "shared by two layers": lambda x, w, b: nn.relu(x @ w + b) @ w.T @ w + b,
-    "by vmap": lambda x, w, b: jax.vmap(lambda r: w.T @ r + b)(x),
-    "three axes": lambda x, w, b: jnp.stack([x, x]) @ w + b,
     "heads": lambda x, w, b: jnp.einsum("ni,iho->nho", x, w.reshape(16, 2, 4)) + b.reshape(2, 4),
     "one bias for all heads": lambda x, w, b: jnp.einsum("ni,iho->nho", x, w.reshape(16, 2, 4)) + b[:4],
     "one feature": lambda x, w, b: x @ w[:, :1] + b[:1],
-    "a computed weight": lambda x, w, b: nn.relu(x) @ nn.gelu(w) + b,
-    "a graph": lambda x, w, b: jnp.eye(6) @ (x @ w) + b,
     "jitted": lambda x, w, b: jax.jit(lambda x, w: x @ w)(x, w) + b,
     "in a checkpoint": lambda x, w, b: jax.checkpoint(lambda x, w, b: x @ w + b)(x, w, b),
     "linen": linen_layer,
-    "linen, general": lambda x, w, b: nn.DenseGeneral((2, 4)).apply(
-        {"params": {"kernel": w.reshape(16, 2, 4), "bias": b.reshape(2, 4)}}, x
-    ),
     "linen, convolution": lambda x, w, b: linen_layer(jnp.asarray(IMAGE), w[None, None], b),
     "nnx": nnx_layer,
-    "nnx, convolution": lambda x, w, b: nnx_layer(jnp.asarray(IMAGE), w[None, None], b),
     "haiku": haiku_layer,
-    "haiku, convolution": lambda x, w, b: haiku_layer(jnp.asarray(IMAGE), w[None, None], b),
-    "equinox": equinox_layer,
     "equinox, convolution": lambda x, w, b: equinox_layer(jnp.moveaxis(jnp.asarray(IMAGE), -1, 1), w[None, None], b),
 }
 
 
-@pytest.mark.thorough(8)
-@both_dtypes
 @pytest.mark.parametrize("name", BIASES)
-def test_a_bias_is_a_part_of_its_matmul(name, dtype):
-    assert jax.eval_shape(jaxmp.autocast(BIASES[name], dtype), X, W, B).dtype == dtype
+def test_a_bias_is_a_part_of_its_matmul(name):
+    assert jax.eval_shape(jaxmp.autocast(BIASES[name]), X, W, B).dtype == jnp.float16
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""float32 as the `dtype=` of a flax layer: no request under a policy, which keeps layers in float32 by name."""
+"""float32 as the `dtype=` of a flax layer: ignored under a policy, which keeps layers in float32 by name."""
 
 import functools
 import warnings
@@ -12,9 +12,9 @@ import pytest
 from flax import linen as nn, nnx
 
 import jaxmp
-from helpers import assert_same_program
 from matmul_dtypes import matmuls
 from policy_steps import filled, linen_step, nnx_step
+from same_operations import assert_same_operations
 
 X, Y = np.random.default_rng(0).normal(size=(2, 16, 16)).astype(np.float32)
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -61,14 +61,15 @@ EXPECTED = {
 }
 
 
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("policy", EXPECTED)
-@pytest.mark.parametrize("net", [Net, NnxNet])
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize(
+    ("net", "policy"), [(Net, "bf16-mixed"), (NnxNet, "bf16"), (NnxNet, "fp16"), (Net, "fp8"), (NnxNet, "fp8")]
+)
 def test_it_runs_as_a_layer_without_a_dtype_unless_a_policy_names_its_params(net, policy):
     everywhere, head_kept = EXPECTED[policy]
     params, step = step_of(net(), policy)
     assert matmuls(step, params) == everywhere
-    assert_same_program(jax.jit(step)(params), jax.jit(step_of(net(None), policy)[1])(params))
+    assert_same_operations(step, step_of(net(None), policy)[1], params)
     for dtype in (F32, None):
         params, step = step_of(net(dtype), policy, keep_fp32="head/*")
         assert matmuls(step, params) == head_kept
@@ -127,12 +128,12 @@ def in_bfloat16(head, x):
         return head(x)
 
 
+@pytest.mark.thorough(6)
 @pytest.mark.parametrize(
     ("model", "policy", "keep_fp32", "expected"),
     [
         pytest.param(lambda: Net(np.float32), "bf16", (), {"bfloat16": 11}, id="NumPy's float32"),
         pytest.param(lambda: Net("float32"), "bf16", (), {"bfloat16": 11}, id="float32 by name"),
-        pytest.param(lambda: Net(np.dtype("float32")), "bf16", (), {"bfloat16": 11}, id="a dtype of NumPy"),
         pytest.param(Net, "bf16", ("bias", "norm/scale"), {"bfloat16": 11}, id="not all params of a layer"),
         pytest.param(Around, "bf16", "kept/*", {"float32": 11, "bfloat16": 6}, id="a module that holds layers"),
         pytest.param(lambda: Stack("scan"), "bf16", "keep/*", {"float32": 3, "bfloat16": 3}, id="in a scan"),
@@ -154,6 +155,8 @@ def in_bfloat16(head, x):
 def test_which_products_run_in_which_dtype(model, policy, keep_fp32, expected):
     params, step = step_of(model(), policy, keep_fp32=keep_fp32)
     assert matmuls(step, params) == expected
+    if model is Net and policy == "fp8":
+        assert ["Fp8DotGeneral_0" in params[name] for name in ("middle", "last")] == [False, True]
 
 
 def test_batch_norm_and_cells_return_16_bits_as_without_a_dtype():
@@ -166,12 +169,6 @@ def test_batch_norm_and_cells_return_16_bits_as_without_a_dtype():
     cell = nnx.SimpleCell(16, 16, rngs=nnx.Rngs(0))  # its dtype is never None
     out = jaxmp.autocast(lambda cell, c, x: cell(c, x), BF16, modules={})(cell, X, X)
     assert {x.dtype.name for x in jax.tree.leaves(out)} == {"bfloat16"}
-
-
-@pytest.mark.parametrize(("keep_fp32", "has_scales"), [((), True), ("middle/*", False)])
-def test_a_kept_layer_of_linen_gets_no_scales(keep_fp32, has_scales):
-    params, _ = step_of(Net(), "fp8", keep_fp32=keep_fp32)
-    assert ("Fp8DotGeneral_0" in params["middle"]) == has_scales
 
 
 @pytest.mark.parametrize("policy", [None, "bf16"])
@@ -191,6 +188,6 @@ def test_the_table_says_that_it_is_no_request():
         jax.eval_shape(jaxmp.autocast(Net().apply, BF16), params, X)  # nothing warns of it
         rows, plain = (jaxmp.explain_autocast(net.apply, params, X, dtype=BF16).rows for net in (Net(), Net(None)))
     layers = ("Net/first", "Net/middle", "Net/last", "Net/head")
-    found = {row.module: row.group for row in rows if row.name == "dot_general"}
-    assert found == dict.fromkeys(layers, "allow, dtype=float32 is no request")
+    groups = {row.module: row.group for row in rows if row.name == "dot_general"}
+    assert groups == dict.fromkeys(layers, "allow, dtype=float32 is ignored")
     assert {row.group for row in plain if row.name == "dot_general"} == {"allow"}

@@ -1,34 +1,27 @@
 """`explain_autocast(measure=True)`: the layer that has to stay in float32 is among the worst rows."""
 
+import functools
+import itertools
 from typing import Any
 
 import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 
 import jaxmp
 
 F16 = jnp.float16
-X = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
+X = np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)  # all arrays have this shape: fewer programs
 ROUNDINGS = 4  # of an operation of a healthy model
 
 
 def window_mean(h: Any) -> Any:
     """In float16 the sum of 32 * 4000 is beyond 65504."""
     return h - jnp.sum((4000 + h).astype(F16), -1, keepdims=True) / 32
-
-
-@jaxmp.no_autocast
-def tiny_epsilon(h: Any) -> Any:
-    """1e-8 is zero in float16, and some rows are zero."""
-    h = jnp.where(jnp.arange(len(h))[:, None] % 8 == 0, 0.0, h).astype(F16)
-    return h / (jnp.abs(h).max(-1, keepdims=True) + F16(1e-8))
 
 
 def sharp_softmax(h: Any) -> Any:
@@ -39,11 +32,6 @@ def sharp_softmax(h: Any) -> Any:
 def exponent(h: Any) -> Any:
     """A rounding of 12 h is a factor of the exponential."""
     return jnp.exp((h @ jnp.eye(32)) * 12.0)
-
-
-def difference(h: Any) -> Any:
-    """Of near numbers."""
-    return (h @ jnp.eye(32) + 500.0) - 500.0
 
 
 @jaxmp.no_autocast
@@ -60,24 +48,13 @@ def norm(h: Any) -> Any:
     return h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True, dtype=F16) + F16(1e-3))
 
 
-def coordinates(h: Any) -> Any:
-    """Distances between points that are far from the origin."""
-    points = (h + 1000.0) @ jnp.eye(32)
-    return points - points[:1]
-
-
 def variance(h: Any) -> Any:
     """E[x^2] - E[x]^2."""
     y = h @ jnp.eye(32) + jnp.full((1, 32), 60.0)
     return h + (jnp.mean(y * y, -1, keepdims=True) - jnp.mean(y, -1, keepdims=True) ** 2)
 
 
-def phase(h: Any) -> Any:
-    """A sine of many turns."""
-    return jnp.sin((h @ jnp.eye(32)) * 200.0)
-
-
-FAULTS = (window_mean, tiny_epsilon, sharp_softmax, exponent, difference, carry, norm, coordinates, variance, phase)
+FAULTS = (window_mean, sharp_softmax, exponent, carry, norm, variance)
 
 
 def nothing(h: Any) -> Any:
@@ -100,41 +77,10 @@ def of_linen(fault: Any) -> Any:
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            layers = (nn.Dense(n) for n in (32, 32, 32, 8))
+            layers = (nn.Dense(32) for _ in range(4))
             return forward(x, Planted(name="planted"), *layers, nn.LayerNorm(), nn.LayerNorm())
 
     return Net().apply, (jax.jit(Net().init)(jax.random.key(0), X), X)
-
-
-def of_nnx(fault: Any) -> Any:
-    class Planted(nnx.Module):
-        def __call__(self, h):
-            return fault(h)
-
-    class Net(nnx.Module):
-        def __init__(self):
-            rngs = nnx.Rngs(0)
-            self.layers = nnx.List([nnx.Linear(32, n, rngs=rngs) for n in (32, 32, 32, 8)])
-            self.norms = nnx.List([nnx.LayerNorm(32, rngs=rngs) for _ in range(2)])
-            self.planted = Planted()
-
-        def __call__(self, x):
-            return forward(x, self.planted, *self.layers, *self.norms)
-
-    return lambda model, x: model(x), (Net(), X)
-
-
-def of_haiku(fault: Any) -> Any:
-    class Planted(hk.Module):
-        def __call__(self, h):
-            return fault(h)
-
-    def net(x):
-        layers, norms = (hk.Linear(n) for n in (32, 32, 32, 8)), (hk.LayerNorm(-1, True, True) for _ in range(2))
-        return forward(x, Planted(name="planted"), *layers, *norms)
-
-    model = hk.without_apply_rng(hk.transform(net))
-    return model.apply, (jax.jit(model.init)(jax.random.key(0), X), X)
 
 
 def of_equinox(fault: Any) -> Any:
@@ -146,23 +92,23 @@ def of_equinox(fault: Any) -> Any:
             return forward(x, fault, *map(jax.vmap, self.layers), *map(jax.vmap, self.norms))
 
     keys = jax.random.split(jax.random.key(0), 4)
-    layers = [eqx.nn.Linear(32, n, key=k) for n, k in zip((32, 32, 32, 8), keys, strict=True)]
+    layers = [eqx.nn.Linear(32, 32, key=key) for key in keys]
     return lambda model, x: model(x), (Net(layers, [eqx.nn.LayerNorm(32) for _ in range(2)]), X)
 
 
-FRAMEWORKS = {"linen": of_linen, "nnx": of_nnx, "haiku": of_haiku, "equinox": of_equinox}
+FRAMEWORKS = {"linen": of_linen, "equinox": of_equinox}
+PLANTED = list(zip(FAULTS, itertools.cycle(FRAMEWORKS)))
 
 
 def worst(fault: Any, framework: str, **options: Any) -> Any:
     model, arguments = FRAMEWORKS[framework](fault)
     loss = lambda *args: -jnp.mean(jax.nn.log_softmax(model(*args))[:, 0])  # noqa: E731
-    policy = "fp16" if fault in (window_mean, tiny_epsilon, norm) else "bf16"
+    policy = "fp16" if fault in (window_mean, norm) else "bf16"
     return jaxmp.explain_autocast(loss, *arguments, policy=policy, measure=True, **options)
 
 
-@pytest.mark.thorough(3)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize(("fault", "framework"), PLANTED, ids=[f"{fault.__name__}, {name}" for fault, name in PLANTED])
 def test_the_planted_layer_is_among_the_worst(fault, framework):
     """By the name of its module; a function has its own name where there is no module."""
     rows = worst(fault, framework).rows
@@ -173,20 +119,19 @@ def test_the_planted_layer_is_among_the_worst(fault, framework):
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_healthy_model_adds_a_few_roundings(framework):
-    for grad in (False, True):
-        found = worst(nothing, framework, grad=grad)
-        assert 0 < found.rows[0].added <= ROUNDINGS, found.rows[0]
-        assert any(row.group == "gradient" for row in found.rows) == grad
-    table = str(found).splitlines()
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_healthy_model_adds_a_few_roundings(grad):
+    explanation = worst(nothing, "linen", grad=grad)
+    assert 0 < explanation.rows[0].added <= ROUNDINGS, explanation.rows[0]
+    assert any(row.group == "gradient" for row in explanation.rows) == grad
+    table = str(explanation).splitlines()
     assert table[0].split() == ["module", "operation", "runs", "in", "because", "of", "MFLOP", "error", "added"]
-    assert table[-1] == found.summary()
+    assert table[-1] == explanation.summary()
 
 
 def test_errors_are_those_of_the_program():
     """Of a matmul by numbers that bfloat16 has not: in roundings, beside float64."""
-    x, w = X, np.random.default_rng(1).normal(size=(32, 16)).astype(np.float32)
+    x, w = X, np.random.default_rng(1).normal(size=(32, 32)).astype(np.float32)
     rows = jaxmp.explain_autocast(jnp.matmul, x, w, policy="bf16", measure=True).rows
     (row,) = (r for r in rows if r.name == "dot_general")
     low = np.asarray(jax.jit(jaxmp.autocast(jnp.matmul, jnp.bfloat16))(x, w), np.float64)
@@ -204,9 +149,9 @@ def test_a_layer_that_is_kept_adds_nothing():
         @nn.compact
         def __call__(self, x):
             far = nn.Dense(32, name="far", bias_init=nn.initializers.constant(300.0))(x)
-            return nn.Dense(4)(far - 300.0)
+            return nn.Dense(32)(far - 300.0)
 
-    params = Net().init(jax.random.key(0), X)
+    params = jax.jit(Net().init)(jax.random.key(0), X)
     before, after = (
         jaxmp.explain_autocast(Net().apply, params, X, policy=jaxmp.get_policy("bf16", keep_fp32=keep), measure=True)
         for keep in ((), "far/*")
@@ -227,21 +172,20 @@ def test_loops_branches_and_rules_are_gone_through():
         return jnp.sum(rule(jax.checkpoint(lambda x: x @ w)(x)) + lax.fori_loop(0, 2, lambda i, c: c * 0.5, x))
 
     w = np.eye(32, dtype=np.float32) * 0.7
-    found = jaxmp.explain_autocast(fn, X, w, policy="bf16", measure=True, grad=True)
-    names = {row.name for row in found.rows}
+    rows = jaxmp.explain_autocast(fn, X, w, policy="bf16", measure=True, grad=True).rows
+    names = {row.name for row in rows}
     assert {"scan", "while", "dot_general", "sin", "cos", "tanh"} <= names, names
-    assert max(row.count for row in found.rows if row.name == "dot_general") >= 6
-    assert found.rows[0].added < 10
+    assert max(row.count for row in rows if row.name == "dot_general") >= 6
+    assert rows[0].added < 10
 
 
 def test_the_rows_are_those_of_the_function():
     """Of several results, of 16 bits too, without an operation of the measurement."""
     fn = lambda x, w: (x @ w, jax.nn.softmax(x @ w), jnp.arange(3))  # noqa: E731
-    w = np.random.default_rng(1).normal(size=(32, 16)).astype(np.float32)
-    for policy in ("bf16", "fp16"):
-        rows = jaxmp.explain_autocast(fn, X, w, policy=policy, measure=True, grad=True).rows
-        assert not any("explain.py" in row.module for row in rows)
-        assert sum(row.count for row in rows if row.name == "dot_general") == 6  # two products
+    w = np.random.default_rng(1).normal(size=(32, 32)).astype(np.float32)
+    rows = jaxmp.explain_autocast(fn, X, w, policy="fp16", measure=True, grad=True).rows
+    assert not any("explain.py" in row.module for row in rows)
+    assert sum(row.count for row in rows if row.name == "dot_general") == 6  # two products
 
 
 def test_errors_name_what_is_missing():
@@ -249,23 +193,11 @@ def test_errors_name_what_is_missing():
         jaxmp.explain_autocast(jnp.sin, X, grad=True)
     with pytest.raises(ValueError, match="got a jax.ShapeDtypeStruct"):
         jaxmp.explain_autocast(jnp.sin, jax.ShapeDtypeStruct((2,), jnp.float32), measure=True)
-    with pytest.raises(ValueError, match="not both"):
-        jaxmp.explain_autocast(jnp.sin, X, dtype=jnp.bfloat16, policy="bf16")
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("recipe", ["CurrentScaling", "RowwiseScaling", "BlockScaling"])
-def test_matmuls_in_fp8_are_measured(recipe):
+def test_matmuls_in_fp8_are_measured():
     """A number inside of a function that depends on the platform has a dtype, and is no array."""
-    w, made = jnp.asarray(X[:32]) / 6, getattr(jaxmp.fp8, recipe)()
-
-    def loop(w: Any, x: Any) -> Any:
-        return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=2)[0].sum()
-
-    def product(w: Any, x: Any) -> Any:
-        return jaxmp.fp8.dot_general(x, w, (((1,), (0,)), ((), ())), recipe=made).sum()
-
-    rows = jaxmp.explain_autocast(product, w, X, measure=True, grad=True).rows
-    assert any(row.error > 0 for row in rows)
-    rows = jaxmp.explain_autocast(loop, w, X, dtype="fp8", recipe=made, measure=True).rows
+    dot = functools.partial(jaxmp.fp8.dot_general, dimension_numbers=(((1,), (0,)), ((), ())))
+    product = lambda w, x: dot(x, w, recipe=jaxmp.fp8.CurrentScaling()).sum()  # noqa: E731
+    rows = jaxmp.explain_autocast(product, X / 6, X, measure=True, grad=True).rows
     assert any(row.error > 0 for row in rows)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from test_sums import in_turn
 
 import jaxmp
 import regimes
@@ -45,12 +45,6 @@ def embed(table, tokens, dtype=None):
     return nn.Embed(ROWS, WIDTH, dtype=dtype).apply({"params": {"embedding": table}}, tokens)
 
 
-def embed_nnx(table, tokens):
-    model = nnx.Embed(ROWS, WIDTH, rngs=nnx.Rngs(0))
-    model.embedding[...] = table
-    return model(tokens)
-
-
 # A bias or factor [width] of arrays [rows, positions, width], of which all elements are one.
 INPUTS = np.ones((25, 120, WIDTH), np.float32)
 OF_BIAS = (np.ones(WIDTH, np.float32), INPUTS, np.full(WIDTH, TIMES, np.float32))
@@ -66,12 +60,6 @@ def layer(bias, x):
 
 def dense(bias, x, dtype=None):
     return nn.Dense(WIDTH, dtype=dtype).apply({"params": {"kernel": EYE, "bias": bias}}, x)
-
-
-def dense_nnx(bias, x):
-    layer = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
-    layer.bias[...] = bias
-    return layer(x)
 
 
 def layers_in_a_loop(bias, x):
@@ -112,62 +100,53 @@ def read_in_turn(w, x):
     return jnp.stack([row @ w for row in x])
 
 
-@pytest.mark.thorough(6)
-@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-mixed"])
-@pytest.mark.parametrize(
-    ("fn", "params", "x", "expected"),
-    [
-        pytest.param(take, *OF_ROWS, id="rows, taken"),
-        pytest.param(embed, *OF_ROWS, id="rows of linen"),
-        pytest.param(embed_nnx, *OF_ROWS, id="rows of nnx"),
-        pytest.param(jax.vmap(embed, (None, 0)), *OF_ROWS, id="rows for each example"),
-        pytest.param(jax.checkpoint(embed), *OF_ROWS, id="rows under remat"),
-        pytest.param(lambda table, tokens: embed(table, tokens, jnp.bfloat16), *OF_ROWS, id="rows that a model casts"),
-        pytest.param(layer, *OF_BIAS, id="a bias"),
-        pytest.param(dense, *OF_BIAS, id="a bias of linen"),
-        pytest.param(dense_nnx, *OF_BIAS, id="a bias of nnx"),
-        pytest.param(lambda bias, x: dense(bias, x, jnp.bfloat16), *OF_BIAS, id="a bias of a layer of 16 bits"),
-        pytest.param(lambda bias, x: -(x @ EYE - wide(bias, x)), *OF_BIAS, id="a bias, subtracted"),
-        pytest.param(lambda bias, x: x @ EYE + jnp.broadcast_to(bias, x.shape), *OF_BIAS, id="a bias, repeated"),
-        pytest.param(lambda scale, x: x @ EYE * wide(scale, x), *OF_BIAS, id="a factor"),
-        pytest.param(jax.vmap(jax.vmap(layer, (None, 0)), (None, 0)), *OF_BIAS, id="a bias for each example"),
-        pytest.param(jax.checkpoint(layer), *OF_BIAS, id="a bias under remat"),
-        pytest.param(layers_in_a_loop, *OF_BIAS, id="a bias of layers in a loop"),
-        pytest.param(
-            lambda bias, x: jax.lax.cond(x[0, 0, 0] > 0, layer, lambda bias, x: x @ EYE - wide(bias, x), bias, x),
-            *OF_BIAS,
-            id="a bias in a branch",
-        ),
-        pytest.param(read_in_turn, *OF_READERS, id="many readers"),
-        pytest.param(jax.jit(read_in_turn), *OF_READERS, id="many readers in a function"),
-        pytest.param(lambda w, x: read_in_turn(w.T, x), *OF_READERS, id="many readers of what is moved"),
-        pytest.param(recurrent, *OF_LOOP, id="weights of a loop"),
-        pytest.param(lambda w, x: recurrent(w, x.astype(w["w"].dtype)), *OF_LOOP, id="weights of a loop in 16 bits"),
-        pytest.param(remat_in_a_loop, *OF_LOOP, id="weights of a loop, under remat"),
-        pytest.param(in_two_loops, *OF_LOOP, id="weights of two loops"),
-        pytest.param(
-            lambda w, x: recurrent(jax.tree.map(lambda p: jnp.stack([p, p])[1], w), x), *OF_LOOP, id="slices of weights"
-        ),
-    ],
-)
-def test_what_is_used_often_gets_the_whole_sum(fn, params, x, expected, policy):
-    found = jax.jit(functools.partial(gradient, fn, policy))(params, x)
-    assert {g.dtype for g in jax.tree.leaves(found)} == {jaxmp.get_policy(policy).param_dtype}
-    assert_close(jax.tree.map(lambda g: g.astype(jnp.float32), found), expected, rtol=2**-8)
+USED_OFTEN = {
+    "rows, taken": (take, OF_ROWS),
+    "rows for each example, under remat": (jax.vmap(jax.checkpoint(embed), (None, 0)), OF_ROWS),
+    "rows that a model casts": (lambda table, tokens: embed(table, tokens, jnp.bfloat16), OF_ROWS),
+    "a bias of a layer of 16 bits": (lambda bias, x: dense(bias, x, jnp.bfloat16), OF_BIAS),
+    "a bias, subtracted": (lambda bias, x: -(x @ EYE - wide(bias, x)), OF_BIAS),
+    "a bias, repeated": (lambda bias, x: x @ EYE + jnp.broadcast_to(bias, x.shape), OF_BIAS),
+    "a factor": (lambda scale, x: x @ EYE * wide(scale, x), OF_BIAS),
+    "a bias for each example": (jax.vmap(jax.vmap(layer, (None, 0)), (None, 0)), OF_BIAS),
+    "a bias under remat": (jax.checkpoint(layer), OF_BIAS),
+    "a bias of layers in a loop": (layers_in_a_loop, OF_BIAS),
+    "a bias in a branch": (
+        lambda bias, x: jax.lax.cond(x[0, 0, 0] > 0, layer, lambda bias, x: x @ EYE - wide(bias, x), bias, x),
+        OF_BIAS,
+    ),
+    "many readers in a function": (jax.jit(read_in_turn), OF_READERS),
+    "many readers of what is moved": (lambda w, x: read_in_turn(w.T, x), OF_READERS),
+    "weights of a loop": (recurrent, OF_LOOP),
+    "weights of a loop in 16 bits": (lambda w, x: recurrent(w, x.astype(w["w"].dtype)), OF_LOOP),
+    "weights of a loop, under remat": (remat_in_a_loop, OF_LOOP),
+    "weights of two loops": (in_two_loops, OF_LOOP),
+    "slices of weights": (lambda w, x: recurrent(jax.tree.map(lambda p: jnp.stack([p, p])[1], w), x), OF_LOOP),
+}
 
 
+@pytest.mark.thorough(5)
+@pytest.mark.parametrize(("name", "policy"), in_turn(USED_OFTEN, ["bf16", "fp16", "bf16-mixed"]), ids=USED_OFTEN)
+def test_what_is_used_often_gets_the_whole_sum(name, policy):
+    fn, (params, x, expected) = USED_OFTEN[name]
+    grads = jax.device_get(jax.jit(functools.partial(gradient, fn, policy))(params, x))
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jaxmp.get_policy(policy).param_dtype}
+    assert_close(jax.tree.map(lambda g: g.astype(np.float32), grads), expected, rtol=2**-8)
+
+
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_shard_map_and_in_microbatches(check_vma):
     tokens = TOKENS[: len(TOKENS) // (2 * regimes.DEVICES) * (2 * regimes.DEVICES)]
 
     def mean(tokens):
-        found = gradient(embed, "bf16", TABLE, tokens, accumulate=2).astype(jnp.float32)
-        return jax.lax.pmean(found, regimes.AXIS)
+        grad = gradient(embed, "bf16", TABLE, tokens, accumulate=2).astype(jnp.float32)
+        return jax.lax.pmean(grad, regimes.AXIS)
 
     specs = {"in_specs": jax.P(regimes.AXIS), "out_specs": jax.P(), "check_vma": check_vma}
-    found = jax.jit(jax.shard_map(mean, mesh=regimes.mesh_of(), **specs))(tokens)
+    grad = jax.jit(jax.shard_map(mean, mesh=regimes.mesh_of(), **specs))(tokens)
     expected = np.stack([(tokens == i).sum() for i in range(ROWS)]) / 2 / regimes.DEVICES
-    np.testing.assert_allclose(found[:, 0], expected, rtol=2**-7)
+    np.testing.assert_allclose(grad[:, 0], expected, rtol=2**-7)
 
 
 @pytest.mark.thorough(1)
@@ -178,22 +157,22 @@ def test_a_bias_on_a_mesh(axis_type):
     with jax.set_mesh(mesh):
         parts = jax.device_put(x, jax.NamedSharding(mesh, jax.P(regimes.AXIS)))
         bias = jax.device_put(OF_BIAS[0], jax.NamedSharding(mesh, jax.P()))
-        found = jax.jit(functools.partial(gradient, layer, "bf16"))(bias, parts)
-    np.testing.assert_allclose(found.astype(jnp.float32), np.prod(x.shape[:-1]), rtol=2**-8)
+        grad = jax.jit(functools.partial(gradient, layer, "bf16"))(bias, parts)
+    np.testing.assert_allclose(grad.astype(jnp.float32), np.prod(x.shape[:-1]), rtol=2**-8)
 
 
 def test_rows_and_their_tangents_are_as_they_were():
     table, tangent = (jnp.asarray(x, jnp.bfloat16) for x in (TABLE, TABLE[::-1].copy()))
     fn = lambda table: take(table, TOKENS[:3])  # noqa: E731
-    found, expected = (jax.jvp(f, (table,), (tangent,)) for f in (jaxmp.autocast(fn, jnp.bfloat16), fn))
-    assert {x.dtype for x in found} == {jnp.dtype(jnp.bfloat16)}
-    assert_moved(found, expected)
+    rows, expected = (jax.jvp(f, (table,), (tangent,)) for f in (jaxmp.autocast(fn, jnp.bfloat16), fn))
+    assert {x.dtype for x in rows} == {jnp.dtype(jnp.bfloat16)}
+    assert_moved(rows, expected)
 
 
 def test_second_derivatives_of_a_factor():
     fn = lambda s: jnp.sum((INPUTS @ EYE * s[None, None]).astype(jnp.float32) ** 2)  # noqa: E731
-    found = jax.jit(jax.hessian(jaxmp.autocast(fn, jnp.bfloat16)))(jnp.ones(WIDTH))
-    assert_close(found, 2 * TIMES * EYE, rtol=2**-8)
+    hessian = jax.jit(jax.hessian(jaxmp.autocast(fn, jnp.bfloat16)))(jnp.ones(WIDTH))
+    assert_close(hessian, 2 * TIMES * EYE, rtol=2**-8)
 
 
 def test_a_loop_over_16_bit_weights_computes_what_it_did():
@@ -206,9 +185,9 @@ def test_a_loop_over_16_bit_weights_computes_what_it_did():
         second = jax.jit(lambda w: jax.jvp(grad, (w,), (tangents,))[1])(w)
         return jax.jit(fn)(w, x), jax.tree.map(lambda y: np.asarray(y).astype(np.float32), second)
 
-    (values, found), (expected_values, expected) = map(
+    (values, second), (expected_values, expected) = map(
         values_and_second_derivatives, (jaxmp.autocast(recurrent, jnp.bfloat16), recurrent)
     )
     assert_within_ulps(values, expected_values, 2)  # three roundings to bfloat16
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=2**-4, atol=2**-5 * np.abs(value).max())
+        np.testing.assert_allclose(second[name], value, rtol=2**-4, atol=2**-5 * np.abs(value).max())

@@ -13,10 +13,11 @@ RECIPE = jaxmp.fp8.CurrentScaling()
 EVERY = "*"  # a filter that takes the first and the last product, too
 FP8 = "float8_e4m3fn"  # in forward products
 SIDE = 32
-KEYS = jax.random.split(jax.random.key(0), 8)
-W, M, B, C = (jax.random.normal(KEYS[i], (SIDE, SIDE)) / 6 for i in range(4))
-X = jax.random.normal(KEYS[6], (48, SIDE))
-PARAMS = {"first": C, "last": B, "w": W, "m": M, "g": jnp.ones(SIDE), "stack": jnp.stack([W, M])}
+RNG = np.random.default_rng(0)
+W, M, B, C = RNG.normal(size=(4, SIDE, SIDE)).astype(np.float32) / 6
+X = RNG.normal(size=(48, SIDE)).astype(np.float32)
+ONES = np.ones(SIDE, np.float32)
+PARAMS = jax.tree.map(jnp.asarray, {"first": C, "last": B, "w": W, "m": M, "stack": np.stack([W, M])})
 
 
 def inner(weight):
@@ -28,12 +29,6 @@ def inner(weight):
         return jnp.mean((h @ params["last"][: h.shape[1]]) ** 2)
 
     return loss
-
-
-def check_gradients(run, loss, params):
-    found, exact = (jax.jit(jax.grad(f))(params, X) for f in (run, loss))
-    for name, value in exact.items():
-        assert np.linalg.norm(found[name] - value) <= 0.2 * np.linalg.norm(value)
 
 
 WEIGHTS = {
@@ -48,24 +43,17 @@ WEIGHTS = {
 }
 COMPUTED = {
     "masked": lambda p, h: p["w"] * (p["m"] > 0),
-    "scaled": lambda p, h: 0.5 * p["w"],
-    "normed": lambda p, h: p["w"] / jnp.linalg.norm(p["w"], axis=0, keepdims=True),
     "LoRA": lambda p, h: p["w"] + p["m"] @ p["m"],
     "a product of two": lambda p, h: p["w"] @ p["m"],
     "scores": lambda p, h: (h @ p["w"]).T[:, :SIDE],
-    "a mask of data": lambda p, h: p["w"] * (h[:SIDE] > 0),
-    "positions": lambda p, h: (h @ p["w"] + p["g"][None]).T[:, :SIDE],
     "a loop over data": lambda p, h: lax.fori_loop(0, 2, lambda i, c: jnp.tanh(c @ p["m"]), h).T[:, :SIDE],
 }
 
 
-@pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_an_input_moved_or_cast_is_a_weight(name):
-    loss = inner(WEIGHTS[name])
-    run = jaxmp.autocast(loss, "fp8", recipe=RECIPE)
+    run = jaxmp.autocast(inner(WEIGHTS[name]), "fp8", recipe=RECIPE)
     assert matmuls(run, PARAMS, X) == {"bfloat16": 2, FP8: 1}  # all but the first and the last
-    check_gradients(run, loss, PARAMS)
 
 
 @pytest.mark.thorough(3)
@@ -87,7 +75,9 @@ def test_layers_in_a_scan_train_all_their_parts():
 
     run = jaxmp.autocast(loss, "fp8", recipe=RECIPE)
     assert matmuls(run, stack, X)[FP8] == 3
-    check_gradients(run, loss, stack)
+    gradients, exact = jax.jit(lambda stack: (jax.grad(run)(stack, X), jax.grad(loss)(stack, X)))(stack)
+    for name, value in exact.items():
+        assert np.linalg.norm(gradients[name] - value) <= 0.2 * np.linalg.norm(value)
 
 
 def layers(params, x):
@@ -96,7 +86,7 @@ def layers(params, x):
     return x
 
 
-SIX = [(W * (i + 1), PARAMS["g"] * i) for i in range(6)]
+SIX = [(W * (i + 1), ONES * i) for i in range(6)]
 SIX_LAYERS = {
     "plain": layers,
     "a batch of sequences": lambda p, x: layers(p, x[:, None])[:, 0],
@@ -109,11 +99,11 @@ SIX_LAYERS = {
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("how", SIX_LAYERS)
-def test_layers_under_transformations(how, rows):
+def test_layers_under_transformations(how):
     fn = jaxmp.autocast(SIX_LAYERS[how], "fp8", recipe=RECIPE, filter=EVERY)
-    assert matmuls(fn, SIX, X[:rows]) == {FP8: 6}
+    for rows in (1, 2):
+        assert matmuls(fn, SIX, X[:rows]) == {FP8: 6}
 
 
 def test_of_two_inputs_the_second_is_the_weight():

@@ -19,25 +19,22 @@ POLICY = jaxmp.get_policy("bf16")
 rng = np.random.default_rng(0)
 # Cut along the first axis, into parts that are too small to start in 8 bits; and along the axis of the groups.
 PARAMS = {
-    "rows": jnp.asarray(rng.normal(size=(128, 96)) / 11, jnp.float32),
-    "columns": jnp.asarray(rng.normal(size=(32, 2048)) / 6, jnp.float32),
+    "rows": np.float32(rng.normal(size=(128, 96)) / 11),
+    "columns": np.float32(rng.normal(size=(32, 2048)) / 6),
 }
 LAYOUT = fsdp.layout_of(PARAMS, MESH, min_size=1)
-BATCHES = [jnp.asarray(rng.normal(size=(16, 128)), jnp.bfloat16) for _ in range(4)]
+BATCHES = [rng.normal(size=(16, 128)).astype(jnp.bfloat16) for _ in range(4)]
 RATE, EPS = 1e-2, 1e-3
 
 KINDS = {
-    "float32": (lambda: optax.adamw(RATE, eps=EPS), None),
     "split 16": (lambda: jaxmp.fused_adamw(RATE, eps=EPS), 16),
     "split 8": (lambda: jaxmp.fused_adamw(RATE, eps=EPS), 8),
     "bfloat16": (lambda: jaxmp.fused_adamw(RATE, eps=EPS, state_dtype=jnp.bfloat16), None),
     "int8": (lambda: jaxmp.fused_adamw(RATE, eps=EPS, state_dtype=jnp.int8), None),
     "compressed int8": (lambda: jaxmp.compress_moments(optax.adamw(RATE, eps=EPS), jnp.int8), 8),
-    "fp8": (lambda: jaxmp.fused_adamw(RATE, eps=EPS, state_dtype=jnp.float8_e4m3fn), None),
     "ema": (lambda: optax.chain(optax.adamw(RATE, eps=EPS), jaxmp.ema_params(0.5)), None),
     "steps": (lambda: optax.MultiSteps(optax.adamw(RATE, eps=EPS), 2).gradient_transformation(), None),
 }
-HOW = ("jit", "shard_map", "shard_map_unchecked")
 
 
 def loss_of(params, x):
@@ -78,8 +75,20 @@ def distance(a, b):
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("split 16", "shard_map"),
+        ("split 8", "jit"),  # noise of the whole leaf, and of parts
+        ("split 8", "shard_map_unchecked"),
+        ("bfloat16", "shard_map"),
+        ("int8", "jit"),
+        ("int8", "shard_map_unchecked"),
+        ("compressed int8", "shard_map"),
+        ("ema", "shard_map"),
+        ("steps", "shard_map_unchecked"),
+    ],
+)
 def test_state_of_every_kind_moves_as_on_one_device(kind, how):
     """Noise and gradients are rounded apart on eight devices, and no further apart than that.
 
@@ -88,7 +97,7 @@ def test_state_of_every_kind_moves_as_on_one_device(kind, how):
     """
     masters, opt_state = run(kind, how)
     one, _ = run(kind, "single")
-    narrow = 0.04 if kind in ("int8", "compressed int8", "fp8") else 0.005
+    narrow = 0.04 if "int8" in kind else 0.005
     assert distance(masters, one) <= narrow * distance(one, PARAMS)
     cut = [x for x in jax.tree.leaves(opt_state) if x.ndim == 2]
     assert len(cut) >= 4 and not any(x.is_fully_replicated for x in cut)
@@ -98,12 +107,12 @@ def test_state_of_every_kind_moves_as_on_one_device(kind, how):
 
 def test_a_scale_that_spans_devices_is_refused_by_its_path():
     """2 scales of 256 codes each over 8 devices: four devices would share a scale, and each would choose its own."""
-    params = {"w": jnp.ones((64, 512))}
+    params = {"w": np.ones((64, 512), np.float32)}
     tx = jaxmp.mixed_precision(jaxmp.fused_adamw(RATE, state_dtype=jnp.int8), POLICY)
     specs = jaxmp.sharding_of(tx, params, {"w": P(None, "fsdp")})
     step = jax.shard_map(lambda state: state, mesh=MESH, in_specs=(specs,), out_specs=specs, check_vma=False)
     with pytest.raises(ValueError, match=r"mu'?\]?\['w'\]\.scales"):
-        step(tx.init(params))
+        jax.eval_shape(step, jax.eval_shape(tx.init, params))
     placed = jaxmp.sharding_of(tx, params, {"w": NamedSharding(MESH, P(None, "fsdp"))})  # under jit XLA sees it whole
     assert optax.tree.get(placed, "mu")["w"].scales.spec == P(None, None)
     assert optax.tree.get(placed, "mu")["w"].codes.spec == P(None, "fsdp")
@@ -113,8 +122,8 @@ def test_a_scale_that_spans_devices_is_refused_by_its_path():
 def test_a_part_of_a_moment_keeps_its_form():
     """At `init` 1024 elements would stay in float32; as a part of 8192 they are in 8 bits."""
     tx = jaxmp.compress_moments(optax.adam(RATE), jnp.int8)
-    state, params = tx.init({"w": jnp.ones((8, 1024))}), {"w": jnp.ones((1, 1024))}
+    state, params = jax.jit(tx.init)({"w": np.ones((8, 1024), np.float32)}), {"w": np.ones((1, 1024), np.float32)}
     part = jax.tree.map(lambda x: x[:1] if x.ndim == 2 else x, state)
-    updates, new = tx.update(params, part, params)
+    updates, new = jax.jit(tx.update)(params, part, params)
     assert jax.tree.structure(new) == jax.tree.structure(part)
     assert_close(updates["w"], np.full((1, 1024), -RATE, np.float32), rtol=1e-3)

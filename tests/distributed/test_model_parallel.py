@@ -22,18 +22,18 @@ POLICIES = {name: jaxmp.get_policy(name, keep_fp32=("*norm*",)) for name in ("fp
 TOLERANCE = {"fp16": 3e-4, "fp32": 2e-6}
 
 
-def draw(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / shape[0] ** 0.5, jnp.float32)
+def draw(*shape, seed):
+    return np.float32(np.random.default_rng(seed).normal(size=shape) / shape[0] ** 0.5)
 
 
 PARAMS = {
     "embedding": draw(VOCABULARY, WIDTH, seed=1),  # tied: it is the last matrix, too
-    "norm": jnp.ones((1, 1, WIDTH)),
+    "norm": np.ones((1, 1, WIDTH), np.float32),
     "up": draw(WIDTH, HIDDEN, seed=2),
     "down": draw(HIDDEN, WIDTH, seed=3),
 }
 TENSOR = {"embedding": P(), "norm": P(), "up": P(None, "tensor"), "down": P("tensor", None)}
-MESHES = {"2x2x2": (2, 2, 2), "1x4x2": (1, 4, 2), "2x1x4": (2, 1, 4)}
+MESHES = {"2x2x2": (2, 2, 2), "2x1x4": (2, 1, 4)}
 AXES = ("data", "fsdp", "tensor")
 ROWS = P(("data", "fsdp"))
 
@@ -58,13 +58,13 @@ def transform(policy, **where):
 @functools.cache
 def batches():
     rng = np.random.default_rng(0)
-    found = []
+    drawn = []
     for i in range(4):
         tokens = rng.integers(0, VOCABULARY - 4, (BATCH, LENGTH + 1))  # four rows of the embedding are never looked up
         factor = np.ones(BATCH, np.float32)
         factor[3] = np.inf if i == 1 else 1.0
-        found.append({"x": tokens[:, :-1].astype(np.int32), "y": tokens[:, 1:].astype(np.int32), "factor": factor})
-    return found
+        drawn.append({"x": tokens[:, :-1].astype(np.int32), "y": tokens[:, 1:].astype(np.int32), "factor": factor})
+    return drawn
 
 
 @functools.cache
@@ -117,14 +117,8 @@ DECISIONS = ("loss_scale", "skipped", "skipped_steps", "growth_count", "hysteres
 
 @pytest.mark.thorough(0)
 @pytest.mark.parametrize(
-    "mesh, regime, policy",
-    [
-        ("2x2x2", "shard_map", "fp16"),
-        ("2x2x2", "jit", "fp16"),
-        ("1x4x2", "shard_map", "fp16"),
-        ("2x1x4", "shard_map", "fp16"),
-        ("2x2x2", "shard_map", "fp32"),
-    ],
+    ("mesh", "regime", "policy"),
+    [("2x2x2", "shard_map", "fp16"), ("2x2x2", "jit", "fp16"), ("2x1x4", "shard_map", "fp32")],
 )
 def test_every_mesh_trains_as_one_device(mesh, regime, policy):
     (params, masters), metrics = run(mesh, regime, policy)
@@ -138,28 +132,25 @@ def test_every_mesh_trains_as_one_device(mesh, regime, policy):
     assert_exact(params["up"], masters["up"].astype(POLICIES[policy].param_dtype))
 
 
-GRADS = jax.tree.map(lambda p: np.asarray(p) * (np.asarray(p) > 0), PARAMS)
+GRADS = jax.tree.map(lambda p: p * (p > 0), PARAMS)
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("shape", [(2, 4), (4, 2), (3, 2)], ids=str)
-@pytest.mark.parametrize("ord", [2, np.inf])
+@pytest.mark.parametrize(("shape", "ord"), [((2, 4), 2), ((4, 2), np.inf), ((3, 2), 2)], ids=str)
 def test_norms_and_zeros_are_those_of_the_whole_model(shape, ord):
     """A leaf that is cut over one axis only lies on every device of the other: it counts once, and exactly."""
     specs = {"embedding": P("fsdp"), "norm": P(), "up": P("fsdp", "tensor"), "down": P("tensor")}
     if shape[0] == 3:  # 3 divides none: over `tensor` alone
         specs = {name: P(*(None if part == "fsdp" else part for part in spec)) for name, spec in specs.items()}
-    mesh = jax.make_mesh(
-        shape, ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: shape[0] * shape[1]]
-    )
+    devices = jax.devices()[: shape[0] * shape[1]]
+    mesh = jax.make_mesh(shape, ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=devices)
     where = {"axis_name": ("fsdp", "tensor"), "replicated": specs}
 
+    counter = jaxmp.count_zeros(**where)
+
     def measure(grads):
-        counter = jaxmp.count_zeros(**where)
-        return (
-            jaxmp.global_norm(grads, ord=float(ord), **where),
-            counter.update(grads, counter.init(grads))[1].zero_grads,
-        )
+        zeros = counter.update(grads, counter.init(grads))[1].zero_grads
+        return jaxmp.global_norm(grads, ord=float(ord), **where), zeros
 
     norm, zeros = jax.jit(jax.shard_map(measure, mesh=mesh, in_specs=(specs,), out_specs=P()))(GRADS)
     flat = np.concatenate([g.ravel() for g in GRADS.values()]).astype(np.float64)

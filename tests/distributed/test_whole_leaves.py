@@ -1,7 +1,5 @@
 """In shard_map an optimizer sees parts of the params that are cut: what needs whole leaves is refused."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,20 +13,16 @@ from jaxmp._src.distributed.param_layout import Cut, Layout
 
 MESH = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
 RNG = np.random.default_rng(0)
-PARAMS = {
-    "w": jnp.asarray(RNG.normal(size=(128, 64)) / 8, jnp.float32),
-    "norm": jnp.ones((1, 128)),
-}
+PARAMS = {"w": np.float32(RNG.normal(size=(128, 64)) / 8), "norm": np.ones((1, 128), np.float32)}
 LAYOUT = fsdp.layout_of(PARAMS, MESH, min_size=1024)
 WHERE = {"axis_name": "fsdp", "replicated": LAYOUT.whole}
-X = jnp.asarray(RNG.normal(size=(8, 128)), jnp.float32)
+X = np.float32(RNG.normal(size=(8, 128)))
 
 WRONG = {
     "split masters": (lambda: optax.lamb(1e-3), "reduce_sum"),
     "clip_by_global_norm": (lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), "reduce_sum"),
     "clip_by_block_rms": (lambda: optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1)), "reduce_sum"),
     "adaptive_grad_clip": (lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)), "reduce_sum"),
-    "lamb": (lambda: optax.lamb(1e-3), "reduce_sum"),
     "lars": (lambda: optax.lars(1e-3), "reduce_sum"),
     "adafactor": (lambda: optax.adafactor(1e-3), "reduce_sum"),
     "muon": (lambda: optax.contrib.muon(1e-3), ""),
@@ -61,40 +55,39 @@ RIGHT = {
 
 
 def loss_of(params, x):
-    x = (x * params["norm"]).astype(jnp.bfloat16)
+    x = (x * params.get("norm", 1.0)).astype(jnp.bfloat16)
     return jnp.mean((x @ params["w"].astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
 
 
-def trace(tx, policy, check_vma):
+def trace(tx, policy, check_vma, layout=LAYOUT, params32=PARAMS):
     """Traces a step of FSDP in shard_map."""
     policy = jaxmp.get_policy(policy)
-    params, opt_state = jax.eval_shape(lambda: (policy.cast_to_param(PARAMS), tx.init(PARAMS)))
+    params, opt_state = jax.eval_shape(lambda: (policy.cast_to_param(params32), tx.init(params32)))
 
     def step(params, opt_state, x):
-        loss_fn = lambda params, x: loss_of(fsdp.gather(params, LAYOUT), x)  # noqa: E731
+        loss_fn = lambda params, x: loss_of(fsdp.gather(params, layout), x)  # noqa: E731
         _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=opt_state)
-        return jaxmp.apply_gradients(tx, fsdp.reduce_gradients(grads, LAYOUT), opt_state, params)
+        return jaxmp.apply_gradients(tx, fsdp.reduce_gradients(grads, layout), opt_state, params)
 
-    specs = (LAYOUT.specs, jaxmp.sharding_of(tx, PARAMS, LAYOUT.specs))
+    specs = (layout.specs, jaxmp.sharding_of(tx, params32, layout.specs))
     step = jax.shard_map(step, mesh=MESH, in_specs=(*specs, P("fsdp")), out_specs=specs, check_vma=check_vma)
     return jax.eval_shape(step, params, opt_state, X)
 
 
 @pytest.mark.thorough(4)
-@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(("name", "check_vma"), [(name, i % 2 == 0) for i, name in enumerate(WRONG)])
 def test_what_needs_whole_leaves_is_refused(name, check_vma):
     make, primitive = WRONG[name]
     tx = jaxmp.mixed_precision(make(), "bf16", remainder_bits=16 if name == "split masters" else None)
     cause = primitive if " " in primitive else f"a {primitive}.* over a part"
-    told = rf"cut over 'fsdp' must be elementwise, or reduce over 'fsdp'; got {cause}.* \(.*"
-    with pytest.raises(ValueError, match=told + r"is made from it. Use plain jax.jit with .*jaxmp.clip_by_global_norm"):
+    message = rf"cut over 'fsdp' must be elementwise, or reduce over 'fsdp'; got {cause}.* \(.*"
+    message += "is made from it. Use plain jax.jit with .*jaxmp.clip_by_global_norm"
+    with pytest.raises(ValueError, match=message):
         trace(tx, "bf16", check_vma)
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(("name", "check_vma"), [(name, i % 2 == 0) for i, name in enumerate(RIGHT)])
 def test_what_is_elementwise_or_sums_over_the_axis_is_taken(name, check_vma):
     trace(jaxmp.mixed_precision(RIGHT[name](), "bf16"), "bf16", check_vma)
 
@@ -106,36 +99,21 @@ def test_in_every_policy_and_never_under_jit(policy):
     with pytest.raises(ValueError, match="must be elementwise"):
         trace(tx, policy, True)
 
-    @functools.partial(jax.eval_shape, params=jaxmp.get_policy(policy).cast_to_param(PARAMS), opt_state=tx.init(PARAMS))
-    def step(params, opt_state):
+    def under_jit(params, opt_state):
         loss_fn = lambda params: loss_of(fsdp.gather(params, LAYOUT), X)  # noqa: E731
         _, grads = jaxmp.value_and_grad(loss_fn)(params, opt_state=opt_state)
         return jaxmp.apply_gradients(tx, grads, opt_state, params)
 
-    assert step[0]["w"].shape == (128, 64)
+    jax.eval_shape(under_jit, jaxmp.get_policy(policy).cast_to_param(PARAMS), tx.init(PARAMS))
 
 
 def test_a_mean_is_right_along_the_axis_that_is_whole_and_wrong_along_the_one_that_is_cut():
-    layouts = {
-        "rows": fsdp.layout_of({"w": PARAMS["w"]}, MESH, min_size=1),
-        "columns": Layout(MESH, "fsdp", {"w": Cut(P(None, "fsdp"), PARAMS["w"].shape, 1, 64)}),
-    }
-    tx = jaxmp.mixed_precision(optax.chain(optax.centralize(), optax.sgd(0.1)), "fp32")
     params = {"w": PARAMS["w"]}
-
-    def traced(layout):
-        def step(params, opt_state, x):
-            loss_fn = lambda params, x: jnp.mean((x @ fsdp.gather(params, layout)["w"]) ** 2)  # noqa: E731
-            _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=opt_state)
-            return jaxmp.apply_gradients(tx, fsdp.reduce_gradients(grads, layout), opt_state, params)
-
-        specs = (layout.specs, jaxmp.sharding_of(tx, params, layout.specs))
-        step = jax.shard_map(step, mesh=MESH, in_specs=(*specs, P("fsdp")), out_specs=specs)
-        return jax.eval_shape(step, params, tx.init(params), X)
-
-    traced(layouts["rows"])
+    tx = jaxmp.mixed_precision(optax.chain(optax.centralize(), optax.sgd(0.1)), "fp32")
+    trace(tx, "fp32", True, fsdp.layout_of(params, MESH, min_size=1), params)
+    columns = Layout(MESH, "fsdp", {"w": Cut(P(None, "fsdp"), PARAMS["w"].shape, 1, 64)})
     with pytest.raises(ValueError, match="got a reduce_sum over a part .*_subtract_mean"):
-        traced(layouts["columns"])
+        trace(tx, "fp32", True, columns, params)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +121,8 @@ def test_a_mean_is_right_along_the_axis_that_is_whole_and_wrong_along_the_one_th
 )
 def test_state_of_whole_rows_and_columns_does_not_fit_parts(inner):
     """The update itself would raise an error of broadcasting."""
-    with pytest.raises(
-        ValueError,
-        match=r"state must be cut over 'fsdp' .*; got .*/w.*of shape \(\d+,.*\) for a part of shape \(32, 64\)",
-    ):
+    message = r"state must be cut over 'fsdp' .*; got .*/w.*of shape \(\d+,.*\) for a part of shape \(32, 64\)"
+    with pytest.raises(ValueError, match=message):
         trace(jaxmp.mixed_precision(inner, "bf16"), "bf16", True)
 
 
@@ -161,30 +137,25 @@ def test_a_leaf_of_which_parts_are_factored_otherwise_is_refused():
         trace(tx, "fp32", False)
 
 
-# --- padding, under plain jit -----------------------------------------------------------------------------------------
+# Padding, under plain jit
 
-PADDED = {"w": jnp.asarray(RNG.normal(size=(9, 13)), jnp.float32)}
+PADDED = np.float32(RNG.normal(size=(9, 13)))
 COUNTS = {
     "adafactor": optax.adafactor(1e-2),
     "clip_by_block_rms": optax.chain(optax.clip_by_block_rms(1e-4), optax.sgd(100.0)),
-    "centralize": optax.chain(optax.centralize(), optax.sgd(0.1)),
-    "muon": optax.contrib.muon(1e-2),
 }
 COUNTS_NOT = {
-    "adamw": optax.adamw(1e-2),
     "lamb": optax.lamb(1e-2),
-    "clip": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
     "fused": jaxmp.fused_adamw(1e-2, max_norm=0.1),
     "schedule-free": optax.contrib.schedule_free_sgd(0.1),
-    "moments": jaxmp.compress_moments(optax.adamw(1e-2), jnp.bfloat16),
 }
 
 
 def change_after_a_step(inner, *, cuts, size=13):
     """How a step of plain jit changes the params, on one device or cut over four with padding."""
-    tx, params = jaxmp.mixed_precision(inner, "fp32"), {"w": jnp.tile(PADDED["w"], (1, size // 13))}
+    tx, params = jaxmp.mixed_precision(inner, "fp32"), {"w": np.tile(PADDED, (1, size // 13))}
     layout = fsdp.layout_of(params, MESH, min_size=8)
-    given = fsdp.pad(params, layout) if cuts else params
+    padded = fsdp.pad(params, layout) if cuts else params
 
     @jax.jit
     def step(params, opt_state):
@@ -192,16 +163,15 @@ def change_after_a_step(inner, *, cuts, size=13):
         _, grads = jaxmp.value_and_grad(loss_fn)(params, opt_state=opt_state)
         return jaxmp.apply_gradients(tx, grads, opt_state, params)
 
-    new, _ = step(given, tx.init(given))
+    new, _ = step(padded, jax.jit(tx.init)(padded))
     return np.asarray((fsdp.trim(new, layout) if cuts else new)["w"] - params["w"])
 
 
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", COUNTS)
 def test_an_optimizer_that_counts_padding_is_warned_of(name):
-    with pytest.warns(
-        UserWarning, match="must not count padding; .* and w, of which 13 of 16 along axis 1 are no padd"
-    ):
+    message = "must not count padding; .* and w, of which 13 of 16 along axis 1 are no padd"
+    with pytest.warns(UserWarning, match=message):
         padded = change_after_a_step(COUNTS[name], cuts=True)
     alone = change_after_a_step(COUNTS[name], cuts=False)
     assert np.abs(padded - alone).max() > 0.01 * np.abs(alone).max()

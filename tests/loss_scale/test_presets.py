@@ -60,7 +60,7 @@ def _scan(form, numbers, leaves, finite):
 
 
 def run_all(runs: list[tuple[jaxmp.DynamicLossScale, list]]) -> list[Trace]:
-    """The trace of each scaler over its overflows."""
+    """The trace of each scaler over its overflows, by few programs."""
     groups: dict[Any, list] = {}
     for i, (scaler, overflows) in enumerate(runs):
         leaves, rule = scaler.tree_flatten_with_keys()
@@ -74,15 +74,15 @@ def run_all(runs: list[tuple[jaxmp.DynamicLossScale, list]]) -> list[Trace]:
         finite = np.ones(LONGEST, bool)
         finite[: len(overflows)] = ~np.array(overflows, bool)
         groups.setdefault(form, []).append((i, numbers, tuple(np.asarray(x) for _, x in leaves), finite))
-    found = {}
+    traces_by_run = {}
     for form, members in groups.items():
         order = [i for i, *_ in members]
         padded = members + [members[0]] * (-len(members) % BATCH)
         arguments = list(zip(*padded, strict=True))[1:]
         traces = _scan(form, *(jax.tree.map(lambda *x: np.stack(x), *argument) for argument in arguments))
         for k, i in enumerate(order):
-            found[i] = Trace(*(np.asarray(x)[k][: len(runs[i][1])] for x in traces))
-    return [found[i] for i in range(len(runs))]
+            traces_by_run[i] = Trace(*(np.asarray(x)[k][: len(runs[i][1])] for x in traces))
+    return [traces_by_run[i] for i in range(len(runs))]
 
 
 def run(scaler: jaxmp.DynamicLossScale, overflows: list) -> Trace:
@@ -99,38 +99,57 @@ def traces_of(cases: list[dict], scaler_of: Callable[[dict], jaxmp.DynamicLossSc
     return lambda case: traces()[next(i for i, other in enumerate(cases) if other is case)]
 
 
+DTYPES = {"loss_scale": np.float32, "growth_count": np.int32, "hysteresis_left": np.int32}
+
+
 def column(case: dict, i: int, dtype: Any) -> np.ndarray:
     return np.array([row[i] for row in case["trace"]], np.float64).astype(dtype)
+
+
+def assert_columns(trace: Any, case: dict, *names: str) -> None:
+    """The first columns of a recorded trace are these fields, exactly."""
+    for i, name in enumerate(names):
+        assert_exact(getattr(trace, name), column(case, i, DTYPES[name]))
+
+
+OUR_NAMES = {
+    "init_scale": "initial_scale",
+    "scale_window": "growth_interval",
+    "min_loss_scale": "min_scale",
+    "max_loss_scale": "max_scale",
+    "delayed_shift": "hysteresis",
+}
+
+
+def preset(name: str, config: dict) -> jaxmp.DynamicLossScale:
+    """The preset with numbers under the names of another system."""
+    return jaxmp.DynamicLossScale.preset(name, **{OUR_NAMES.get(key, key): value for key, value in config.items()})
 
 
 def with_leaves(scaler: Any, *leaves: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(scaler), leaves)
 
 
-def torch_scaler(kwargs: dict) -> jaxmp.DynamicLossScale:
-    kwargs = dict(kwargs)
-    initial_scale = kwargs.pop("init_scale", 2.0**16)
-    if math.isinf(initial_scale):  # no such scaler can be made: it got there from outside
-        scaler = jaxmp.DynamicLossScale.preset("torch", **kwargs)
-        return with_leaves(scaler, jnp.float32(initial_scale), scaler.growth_count, scaler.hysteresis_left)
-    return jaxmp.DynamicLossScale.preset("torch", initial_scale=initial_scale, **kwargs)
+def torch_scaler(case: dict) -> jaxmp.DynamicLossScale:
+    kwargs = dict(case["kwargs"])
+    if math.isinf(kwargs.get("init_scale", 0.0)):  # no such scaler can be made: it got there from outside
+        infinite = jnp.float32(kwargs.pop("init_scale"))
+        scaler = preset("torch", kwargs)
+        return with_leaves(scaler, infinite, scaler.growth_count, scaler.hysteresis_left)
+    return preset("torch", {"init_scale": 2.0**16} | kwargs)
 
 
 # Megatron-LM
 
 
-megatron_trace = traces_of(
-    MEGATRON["cases"], lambda case: jaxmp.DynamicLossScale.preset("megatron", **case["cfg"]), "found_inf"
-)
+megatron_trace = traces_of(MEGATRON["cases"], lambda case: preset("megatron", case["cfg"]), "found_inf")
 
 
 @pytest.mark.thorough(10)
 @pytest.mark.parametrize("case", MEGATRON["cases"], ids=name_of)
 def test_megatron_traces(case):
     trace = megatron_trace(case)
-    assert_exact(trace.loss_scale, column(case, 0, np.float32))
-    assert_exact(trace.growth_count, column(case, 1, np.int32))
-    assert_exact(trace.hysteresis_left, column(case, 2, np.int32))
+    assert_columns(trace, case, "loss_scale", "growth_count", "hysteresis_left")
     assert_close(trace.inv_scale, column(case, 3, np.float32), atol=SUBNORMALS)
     normal = column(case, 3, np.float32) >= np.finfo(np.float32).tiny
     assert_exact(trace.inv_scale[normal], column(case, 3, np.float32)[normal])
@@ -138,10 +157,10 @@ def test_megatron_traces(case):
 
 def test_the_traces_hold_without_jit_as_well():
     case = next(case for case in MEGATRON["cases"] if case["name"] == "hysteresis_refilled_by_growth")
-    scaler = jaxmp.DynamicLossScale.preset("megatron", **case["cfg"])
-    for overflow, (loss_scale, growth_count, hysteresis_left, _) in zip(case["found_inf"], case["trace"], strict=True):
+    scaler = preset("megatron", case["cfg"])
+    for overflow, (*expected, _) in zip(case["found_inf"], case["trace"], strict=True):
         scaler = scaler.adjust(not overflow)
-        assert_exact(tuple(jax.tree.leaves(scaler)), (loss_scale, growth_count, hysteresis_left))
+        assert_exact(tuple(jax.tree.leaves(scaler)), tuple(expected))
 
 
 @pytest.mark.parametrize("kwargs", [kwargs for kwargs, _ in MEGATRON["constructor_asserts"]], ids=str)
@@ -149,7 +168,7 @@ def test_what_megatron_asserts_raises_and_says_what_it_got(kwargs):
     ((name, value),) = kwargs.items()
     rule = "min_scale <= initial_scale" if value == 131072.0 else f"{name} must be"
     with pytest.raises(ValueError, match=rule) as raised:
-        jaxmp.DynamicLossScale.preset("megatron", **({"initial_scale": 65536.0, "min_scale": 1.0} | kwargs))
+        preset("megatron", {"initial_scale": 65536.0, "min_scale": 1.0} | kwargs)
     assert str(value) in str(raised.value)
 
 
@@ -173,15 +192,13 @@ ROUNDED_TWICE = ("nonpow2", "growth_1.001")  # torch multiplies in double
 EXACT_TORCH = [case for case in TORCH["cases"] if case["name"] not in (*ROUNDED_TWICE, "no_floor_underflow_to_zero")]
 
 
-torch_trace = traces_of(TORCH["cases"], lambda case: torch_scaler(case["kwargs"]), "found_inf")
+torch_trace = traces_of(TORCH["cases"], torch_scaler, "found_inf")
 
 
 @pytest.mark.thorough(4)
 @pytest.mark.parametrize("case", EXACT_TORCH, ids=name_of)
 def test_torch_traces(case):
-    trace = torch_trace(case)
-    assert_exact(trace.loss_scale, column(case, 0, np.float32))
-    assert_exact(trace.growth_count, column(case, 1, np.int32))
+    assert_columns(torch_trace(case), case, "loss_scale", "growth_count")
 
 
 def test_torch_scale_that_underflows_to_zero():
@@ -193,7 +210,7 @@ def test_torch_scale_that_underflows_to_zero():
 
 @pytest.mark.parametrize("case", [case for case in TORCH["cases"] if case["name"] in ROUNDED_TWICE], ids=name_of)
 def test_torch_traces_with_other_factors_are_an_ulp_a_step_away_at_most(case):
-    scaler = torch_scaler(case["kwargs"])
+    scaler = torch_scaler(case)
     expected, counts = column(case, 0, np.float32), column(case, 1, np.int32)
     before = with_leaves(
         scaler,
@@ -215,7 +232,7 @@ def test_torch_traces_with_other_factors_are_an_ulp_a_step_away_at_most(case):
 def test_torch_traces_through_the_transform(name):
     """The column `optimizer_stepped` too; found_inf 2 stands for NaN."""
     (case,) = [case for case in TORCH["cases"] if case["name"] == name]
-    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), torch_scaler(case["kwargs"]))
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), torch_scaler(case))
 
     @jax.jit
     def train(grads):
@@ -239,9 +256,7 @@ def test_torch_traces_through_the_transform(name):
 def test_a_scale_set_from_outside_leaves_the_growth_count():
     """torch's `update(new_scale)`: the step is skipped on overflow, the scale is what was given, the count stays."""
     oracle = TORCH["update_new_scale"]
-    scaler = jaxmp.DynamicLossScale.preset(
-        "torch", initial_scale=oracle["init_scale"], growth_interval=oracle["growth_interval"]
-    )
+    scaler = preset("torch", {name: oracle[name] for name in ("init_scale", "growth_interval")})
     tx = jaxmp.unscale_and_skip(optax.sgd(1.0), scaler)
     param = jnp.zeros(())
     update, update_without_moving = jax.jit(tx.update), jax.jit(lambda g, s, p, S: tx.update(g, s, p, loss_scale=S))
@@ -265,8 +280,7 @@ def test_unscaled_values(row):
     grads = np.array(row["in"], np.float32)
     unscaled = np.asarray(jax.jit(static.unscale)({"g": grads}, jnp.float32(row["scale"]))["g"])
     expected = np.array(row["out_bits"], np.int32).view(np.float32)
-    kept = np.float32(1.0) / np.float32(row["scale"]) >= np.finfo(np.float32).tiny  # the reciprocal is not flushed
-    if kept:
+    if np.float32(1.0) / np.float32(row["scale"]) >= np.finfo(np.float32).tiny:  # the reciprocal is not flushed
         assert_close(unscaled, expected, atol=SUBNORMALS)
         normal = np.isfinite(grads) & ~((expected != 0) & (np.abs(expected) < np.finfo(np.float32).tiny))
         normal &= (grads == 0) | (np.abs(grads) >= np.finfo(np.float32).tiny)
@@ -287,9 +301,7 @@ def test_an_overflow_that_unscaling_makes_is_skipped():
 
 @functools.cache
 def _two_optimizers(a_first: bool):
-    shared = jaxmp.shared_loss_scale(
-        jaxmp.DynamicLossScale.preset("torch", initial_scale=4.0, growth_interval=2), axis_name="auto"
-    )
+    shared = jaxmp.shared_loss_scale(preset("torch", {"initial_scale": 4.0, "growth_interval": 2}), axis_name="auto")
     tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=1.0)
 
     @jax.jit
@@ -333,15 +345,9 @@ def deepspeed_count(cur_iter: int, last_overflow_iter: int, window: int) -> int:
 
 
 def deepspeed_scaler(case: dict) -> jaxmp.DynamicLossScale:
-    config = case["cfg"]
-    return jaxmp.DynamicLossScale.preset(
-        "deepspeed",
-        initial_scale=config["init_scale"],
-        growth_interval=config["scale_window"],
-        min_scale=config["min_scale"],
-        hysteresis=config["delayed_shift"],
-        refill="step" if config["consecutive_hysteresis"] else "growth",
-    )
+    names = ("init_scale", "scale_window", "min_scale", "delayed_shift")
+    refill = {"refill": "step" if case["cfg"]["consecutive_hysteresis"] else "growth"}
+    return preset("deepspeed", {name: case["cfg"][name] for name in names} | refill)
 
 
 deepspeed_trace = traces_of(DEEPSPEED["cases"], deepspeed_scaler, "overflow")
@@ -364,68 +370,43 @@ def test_deepspeed_traces(case):
 
 @pytest.mark.parametrize("case", DEEPSPEED["fused_optimizer_update_scale"]["cases"], ids=["defaults", "256", "floor"])
 def test_deepspeed_fused_traces(case):
-    names = {"init_scale": "initial_scale", "scale_window": "growth_interval", "min_scale": "min_scale"}
-    kwargs = {names[k]: v for k, v in (case["dynamic_loss_args"] or {}).items() if k in names}
-    trace = run(jaxmp.DynamicLossScale.preset("deepspeed_fused", **kwargs), case["overflow"])
-    assert_exact(trace.loss_scale, column(case, 0, np.float32))
-    counts = [deepspeed_count(row[1], row[2], kwargs.get("growth_interval", 1000)) for row in case["trace"]]
+    names = ("init_scale", "scale_window", "min_scale")
+    config = {name: value for name, value in (case["dynamic_loss_args"] or {}).items() if name in names}
+    trace = run(preset("deepspeed_fused", config), case["overflow"])
+    assert_columns(trace, case, "loss_scale")
+    counts = [deepspeed_count(row[1], row[2], config.get("scale_window", 1000)) for row in case["trace"]]
     assert_exact(trace.growth_count, np.array(counts, np.int32))
 
 
 # apex, mmcv
 
 
-def apex_scaler(case: dict) -> jaxmp.DynamicLossScale:
-    config = dict(case["cfg"])
-    return jaxmp.DynamicLossScale.preset("apex", initial_scale=config.pop("init_scale"), **config)
-
-
-apex_trace = traces_of(APEX["cases"], apex_scaler, "found_inf")
+apex_trace = traces_of(APEX["cases"], lambda case: preset("apex", case["cfg"]), "found_inf")
 
 
 @pytest.mark.thorough(4)
 @pytest.mark.parametrize("case", APEX["cases"], ids=name_of)
 def test_apex_kernel_traces(case):
-    trace = apex_trace(case)
-    assert_exact(trace.loss_scale, column(case, 0, np.float32))
-    assert_exact(trace.growth_count, column(case, 1, np.int32))
-    assert_exact(trace.hysteresis_left, column(case, 2, np.int32))
+    assert_columns(apex_trace(case), case, "loss_scale", "growth_count", "hysteresis_left")
 
 
-def apex_amp_scaler(case: dict) -> jaxmp.DynamicLossScale:
-    names = {
-        "init_scale": "initial_scale",
-        "scale_window": "growth_interval",
-        "min_loss_scale": "min_scale",
-        "max_loss_scale": "max_scale",
-    }
-    return jaxmp.DynamicLossScale.preset("apex_amp", **{names[k]: v for k, v in case["kwargs"].items()})
-
-
-apex_amp_trace = traces_of(APEX_AMP["cases"], apex_amp_scaler, "overflow")
+apex_amp_trace = traces_of(APEX_AMP["cases"], lambda case: preset("apex_amp", case["kwargs"]), "overflow")
 
 
 @pytest.mark.parametrize("case", APEX_AMP["cases"], ids=lambda case: str(case["kwargs"]))
 def test_apex_amp_traces(case):
-    trace = apex_amp_trace(case)
-    assert_exact(trace.loss_scale, column(case, 0, np.float32))
-    assert_exact(trace.growth_count, column(case, 1, np.int32))
+    assert_columns(apex_amp_trace(case), case, "loss_scale", "growth_count")
     assert_exact(np.array(case["overflow"], bool), column(case, 2, bool))
 
 
-def mmcv_scaler(case: dict) -> jaxmp.DynamicLossScale:
-    names = {"init_scale": "initial_scale", "scale_window": "growth_interval"}
-    return jaxmp.DynamicLossScale.preset("mmcv", **{names[k]: v for k, v in case["kwargs"].items()})
-
-
 MMCV_DYNAMIC = [case for case in MMCV["cases"] if case["kwargs"].get("mode") != "static"]
-mmcv_trace = traces_of(MMCV_DYNAMIC, mmcv_scaler, "overflow")
+mmcv_trace = traces_of(MMCV_DYNAMIC, lambda case: preset("mmcv", case["kwargs"]), "overflow")
 
 
 @pytest.mark.parametrize("case", MMCV_DYNAMIC, ids=lambda c: str(c["kwargs"]))
 def test_mmcv_traces(case):
     trace = mmcv_trace(case)
-    assert_exact(trace.loss_scale, column(case, 0, np.float32))
+    assert_columns(trace, case, "loss_scale")
     counts = [(row[1] - row[2] - 1) % case["kwargs"].get("scale_window", 1000) for row in case["trace"]]
     assert_exact(trace.growth_count, np.array(counts, np.int32))
 
@@ -441,7 +422,7 @@ def test_mmcv_static_trace():
 def test_overflow_is_what_is_not_finite():
     """mmcv and DeepSpeed look at the *sum*, so that finite gradients overflow; a static mmcv scale applies inf."""
     values = [[1.0, -2.0], [1.0, np.inf], [np.nan, 1.0], [1e38] * 4, [np.inf, -np.inf]]
-    theirs = [found for _, found in MMCV["has_overflow"]][:5]
+    theirs = [overflow for _, overflow in MMCV["has_overflow"]][:5]
     padded = np.array([grads + [0.0] * (4 - len(grads)) for grads in values], np.float32)
     ours = (~jax.jit(jax.vmap(jaxmp.all_finite))(padded)).tolist()
     assert theirs == [False, True, True, True, True]
@@ -467,7 +448,7 @@ def inf_ranks(world: int) -> np.ndarray:
 
 @functools.cache
 def _on_devices(world: int, axis_name: Any):
-    scaler = jaxmp.DynamicLossScale.preset("torch", initial_scale=64.0, growth_interval=3)
+    scaler = preset("torch", {"initial_scale": 64.0, "growth_interval": 3})
 
     def steps(found_inf, bad_value):  # bool[12], of this device
         def step(scaler, found_inf):
@@ -514,11 +495,9 @@ def test_without_an_axis_devices_would_diverge():
 def test_a_growth_past_float32():
     """torch's sharded scaler has no guard on CPU and reaches inf; its rule with the guard is the preset's default."""
     saturated = SHARDED["res"]["world_2"]["rank0"]["sharded_cpu_saturation"]
-    kwargs = {"initial_scale": 2.0**126, "growth_interval": 1}
-    unguarded = run(jaxmp.DynamicLossScale.preset("torch", max_scale=None, **kwargs), [0] * 4)
-    assert_exact(unguarded.loss_scale, np.array(saturated, np.float32))
-    guarded = run(jaxmp.DynamicLossScale.preset("torch", **kwargs), [0] * 4)
-    assert_exact(guarded.loss_scale, np.full(4, 2.0**127, np.float32))
+    config = {"initial_scale": 2.0**126, "growth_interval": 1}
+    for bounds, expected in (({"max_scale": None}, saturated), ({}, [2.0**127] * 4)):
+        assert_exact(run(preset("torch", config | bounds), [0] * 4).loss_scale, np.array(expected, np.float32))
 
 
 # The default rule against a rewrite
@@ -556,9 +535,7 @@ def test_the_default_rule(overflows, exponent, interval, hysteresis, refill):
     )
     trace = run(scaler, overflows)
     rows = naive_default_rule(initial_scale, overflows, interval=interval, hysteresis=hysteresis, refill=refill)
-    assert_exact(trace.loss_scale, np.array([row[0] for row in rows], np.float32))
-    assert_exact(trace.growth_count, np.array([row[1] for row in rows], np.int32))
-    assert_exact(trace.hysteresis_left, np.array([row[2] for row in rows], np.int32))
+    assert_columns(trace, {"trace": rows}, "loss_scale", "growth_count", "hysteresis_left")
     assert np.all((trace.loss_scale >= 0.5) & (trace.loss_scale <= 64.0))
     assert np.all(trace.loss_scale.view(np.uint32) & 0x7FFFFF == 0)  # powers of two: gradients keep every bit
     assert_exact(trace.inv_scale * trace.loss_scale, np.ones(len(overflows), np.float32))

@@ -31,16 +31,12 @@ SCALERS = {
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("name", SCALERS)
+@pytest.mark.parametrize("name", ["default", "static", "static from array", "none"])
 def test_jmp_protocol(name):
     scaler = SCALERS[name]()
     scale = np.float32(scaler.loss_scale)
-    tree = {
-        "f16": jnp.full(2, 0.5, jnp.float16),
-        "bf16": jnp.bfloat16(3.0),
-        "n": jnp.arange(2),
-        "key": jax.random.key(0),
-    }
+    of_16_bits = {"f16": np.full(2, 0.5, np.float16), "bf16": jnp.bfloat16(3.0)}
+    tree = of_16_bits | {"n": np.arange(2), "key": jax.random.key(0)}
     scaled, unscaled = scaler.scale(tree), scaler.unscale(tree)
     assert_exact(scaled, tree | {"f16": np.full(2, 0.5 * scale), "bf16": 3 * scale})
     assert_exact(unscaled, tree | {"f16": np.full(2, np.float32(0.5 / scale)), "bf16": np.float32(3 / scale)})
@@ -53,20 +49,23 @@ def jit_adjust(scaler, finite):
     return scaler.adjust(finite)
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", SCALERS)
-def test_leaves_keep_their_strong_dtypes(name):
+def test_leaves_keep_their_strong_dtypes_and_a_round_trip_keeps_the_rule(name):
     """A weakly typed scale follows the dtype of what it meets: in float16 65536 is inf (flax's DynamicScale)."""
     scaler = SCALERS[name]()
     types = [jax.typeof(x) for x in jax.tree.leaves(scaler)]
     for leaf in types:
-        assert not leaf.weak_type
-        assert leaf.dtype in (jnp.float32, jnp.int32)
-        assert leaf.shape == ()
-    for finite in (True, False, np.bool_(True), jnp.array(False)):
+        assert not leaf.weak_type and leaf.dtype in (jnp.float32, jnp.int32) and leaf.shape == ()
+    for finite in (True, False, np.bool_(True)):
         for adjusted in (scaler.adjust(finite), jit_adjust(scaler, finite)):
             assert [jax.typeof(x) for x in jax.tree.leaves(adjusted)] == types
             assert jax.tree.structure(adjusted) == jax.tree.structure(scaler)
+    rebuilt = jax.tree.map(lambda x: x, scaler)
+    assert repr(rebuilt) == repr(scaler)
+    for _ in range(4):
+        scaler, rebuilt = jit_adjust(scaler, False), jit_adjust(rebuilt, False)
+        assert_same_program(rebuilt, scaler)
 
 
 def test_the_loss_is_scaled_in_float32():
@@ -77,28 +76,6 @@ def test_the_loss_is_scaled_in_float32():
     loss = jnp.float16(4.0)
     assert_exact(jaxmp.DynamicLossScale(2.0**15).scale(loss), 2.0**17)
     assert_exact(jmp.DynamicLossScale(jnp.float16(2.0**15)).scale(loss), jnp.float16(np.inf))
-
-
-@pytest.mark.thorough(3)
-@pytest.mark.parametrize("name", SCALERS)
-def test_a_round_trip_through_a_pytree_keeps_the_rule(name):
-    scaler = SCALERS[name]()
-    rebuilt = jax.tree.unflatten(jax.tree.structure(scaler), jax.tree.leaves(scaler))
-    assert jax.tree.structure(rebuilt) == jax.tree.structure(SCALERS[name]())
-    assert repr(rebuilt) == repr(scaler)
-    for _ in range(4):
-        scaler, rebuilt = scaler.adjust(False), jax.tree.map(jnp.copy, rebuilt).adjust(False)
-        assert_same_program(rebuilt, scaler)
-
-
-def test_the_floor_survives_jit_where_jmp_loses_it():
-    theirs = jmp.DynamicLossScale(jnp.float32(8.0), min_loss_scale=jnp.float32(8.0))
-    ours = protocol.as_loss_scale(theirs)
-    seen = []
-    for _ in range(3):
-        theirs, ours = jit_adjust(theirs, jnp.array(False)), jit_adjust(ours, jnp.array(False))
-        seen.append((float(theirs.loss_scale), float(ours.loss_scale)))
-    assert seen == [(4.0, 8.0), (2.0, 8.0), (1.0, 8.0)]
 
 
 def test_jmp_scale_in_float16_overflows_without_a_type_error():
@@ -141,17 +118,17 @@ def test_jmp_scales_inside_mixed_precision():
         step = jax.jit(functools.partial(jaxmp.apply_gradients, tx))
         opt_state = tx.init(params)
         for _ in range(2):
-            kept, opt_state = step(bad, opt_state, params)
+            same, opt_state = step(bad, opt_state, params)
             assert_exact(jaxmp.get_loss_scale(opt_state), after)
-            assert_moved(kept, params)
+            assert_moved(same, params)
         moved, _ = step(jnp.full(2, after, jnp.float16), opt_state, params)
         assert_exact(moved, jnp.zeros(2, jnp.float16))
 
 
 @pytest.mark.parametrize(
-    "given, expected",
+    ("scale", "expected"),
     [
-        (jmp.StaticLossScale(jnp.float16(128.0)), jaxmp.StaticLossScale(128.0)),
+        (jmp.StaticLossScale(np.float16(128.0)), jaxmp.StaticLossScale(128.0)),
         (jmp.NoOpLossScale(), jaxmp.NoOpLossScale()),
         (None, jaxmp.NoOpLossScale()),
         (128, jaxmp.StaticLossScale(128.0)),
@@ -160,8 +137,8 @@ def test_jmp_scales_inside_mixed_precision():
     ],
     ids=["jmp static", "jmp none", "None", "int", "numpy", "array"],
 )
-def test_what_stands_for_a_scale(given, expected):
-    assert_exact(protocol.as_loss_scale(given), expected)
+def test_what_stands_for_a_scale(scale, expected):
+    assert_exact(protocol.as_loss_scale(scale), expected)
 
 
 def test_a_static_scale_is_an_argument_not_a_program():
@@ -205,7 +182,7 @@ class DividingScale:
 
 def test_a_users_own_scaler():
     tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=DividingScale(jnp.float32(64.0), jnp.int32(0), 4.0))
-    params = {"w": jnp.zeros(2, jnp.float16)}
+    params = {"w": np.zeros(2, np.float16)}
     traces = []
 
     @jax.jit
@@ -221,10 +198,10 @@ def test_a_users_own_scaler():
     expected = [(1.0, 64.0, -1.0), (np.inf, 64.0, -1.0), (1.0, 64.0, -2.0), (np.inf, 16.0, -2.0), (0.5, 16.0, -2.5)]
     for x, scale_after, w in expected:
         scale_before = jaxmp.get_loss_scale(opt_state)
-        params, opt_state, _, grads = step(params, opt_state, jnp.full(2, x, jnp.float16))
-        assert_exact(grads["w"], jnp.full(2, x * scale_before, jnp.float16))
+        params, opt_state, _, grads = step(params, opt_state, np.full(2, x, np.float16))
+        assert_exact(grads["w"], np.full(2, x * scale_before, np.float16))
         assert_exact(jaxmp.get_loss_scale(opt_state), scale_after)
-        assert_exact(params["w"], jnp.full(2, w, jnp.float16))
+        assert_exact(params["w"], np.full(2, w, np.float16))
         assert jax.tree.map(jax.typeof, opt_state) == types
     assert len(traces) == 1
     assert_exact(opt_state.scaling.scaler_leaves, (16.0, 2))
@@ -236,25 +213,19 @@ def test_a_users_own_scaler():
 
 
 @pytest.mark.parametrize(
-    "kwargs, message",
+    ("kwargs", "message"),
     [
         ({"initial_scale": 0.0}, "initial_scale must be > 0; got 0.0"),
-        ({"initial_scale": -8}, "initial_scale must be > 0; got -8"),
         ({"initial_scale": math.nan}, "initial_scale must be > 0; got nan"),
         ({"growth_factor": 1.0}, "growth_factor must be > 1; got 1.0"),
-        ({"growth_factor": 0.5}, "growth_factor must be > 1; got 0.5"),
         ({"growth_factor": math.nan}, "growth_factor must be > 1"),
         ({"backoff_factor": 1.0}, "backoff_factor must be between 0 and 1, both excluded; got 1.0"),
         ({"backoff_factor": 0}, "backoff_factor must be between 0 and 1, both excluded; got 0"),
-        ({"backoff_factor": -1.0}, "backoff_factor must be between 0 and 1, both excluded; got -1.0"),
         ({"growth_interval": 0}, "growth_interval must be >= 1 step; got 0"),
         ({"hysteresis": 0}, "hysteresis must be >= 1 overflow; 1 is no hysteresis; got 0"),
         ({"min_scale": 0.0}, "min_scale must be > 0; pass None for no floor; got 0.0"),
         ({"max_scale": math.inf}, "max_scale must be finite; pass None for no ceiling; got inf"),
-        (
-            {"min_scale": 2.0**17},
-            r"min_scale <= initial_scale <= max_scale must hold; got 131072.0.*65536.0.*4294967296.0",
-        ),
+        ({"min_scale": 2.0**17}, r"min_scale <= initial_scale <= max_scale.*got 131072.0.*65536.0.*4294967296.0"),
         ({"max_scale": 2.0}, "pass None for a bound"),
         ({"initial_scale": 2.0**33}, "Move initial_scale, or"),
         ({"refill": "always"}, r"""refill must be "growth" \(Megatron-LM\) or "step" \(apex\); got 'always'"""),
@@ -266,13 +237,10 @@ def test_a_bad_number_is_named(kwargs, message):
         jaxmp.DynamicLossScale(**kwargs)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_check_their_overrides(name):
-    with pytest.raises(ValueError, match="hysteresis must be >= 1 overflow; 1 is no hysteresis; got 0"):
-        jaxmp.DynamicLossScale.preset(name, hysteresis=0)
-
-
-def test_an_unknown_preset_is_named():
+def test_presets_check_their_names_and_overrides():
+    for name in PRESETS:
+        with pytest.raises(ValueError, match="hysteresis must be >= 1 overflow; 1 is no hysteresis; got 0"):
+            jaxmp.DynamicLossScale.preset(name, hysteresis=0)
     with pytest.raises(ValueError, match="a preset is one of 'megatron', 'torch'.*; got 'nvidia'"):
         jaxmp.DynamicLossScale.preset("nvidia")
 
@@ -308,18 +276,19 @@ RULE = {
 }
 
 
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("name", RULE)
-def test_traced_numbers_pass(name):
+def test_traced_numbers_pass():
     """Only Python numbers can be checked, so all others must come through: a factory under inject_hyperparams."""
 
     @jax.jit
-    def adjust(value, finite):
-        scaler = jaxmp.DynamicLossScale(**(RULE | {name: value}))
+    def adjust(rule, finite):
+        scaler = jaxmp.DynamicLossScale(**rule)
         return scaler.adjust(finite).loss_scale, scaler.is_pinned(finite)
 
     for finite, expected in ((True, 8.0), (False, 2.0)):
-        assert_exact(adjust(RULE[name], finite), (expected, False))
+        assert_exact(adjust(RULE, finite), (expected, False))
+    for name in RULE:  # beside Python numbers
+        rule_with = lambda x, name=name: jaxmp.DynamicLossScale(**(RULE | {name: x})).adjust(True).loss_scale  # noqa: E731
+        jax.eval_shape(rule_with, RULE[name])
 
 
 def test_scales_under_inject_hyperparams():

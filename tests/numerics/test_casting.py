@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from helpers import assert_exact, assert_moved
 from jaxmp._src.numerics import casting, float_bits
@@ -57,9 +57,9 @@ def test_every_value_and_its_neighbourhood(dtype):
     """`lax.reduce_precision` flushes float16's subnormals, 1e-6 among them; a plain cast makes 65520 inf."""
     x = every_value(dtype)
     assert_rounds(x, dtype)
-    assert_exact(casting.round_to(x, dtype), jitted("round_to", dtype)(x))  # without jit
 
 
+@settings(max_examples=40)
 @given(st.lists(st.floats(width=32), min_size=32, max_size=32), st.sampled_from(NARROW))
 def test_any_float(values, dtype):
     x = np.array(values, np.float32)
@@ -73,84 +73,42 @@ MAXB16 = float(ml_dtypes.finfo(jnp.bfloat16).max)
 MAX32 = float(np.finfo(np.float32).max)
 EDGES = {
     jnp.float16: [
-        (0.0, 0.0),
         (-0.0, -0.0),
-        (2.0**-24, 2.0**-24),  # the smallest subnormal
-        (2.0**-25, 0.0),  # half of it: to even
-        (-(2.0**-25), -0.0),
+        (-(2.0**-25), -0.0),  # half of the smallest subnormal: to even
         (2.0**-25 * 1.0001, 2.0**-24),
         (1e-6, 17 * 2.0**-24),
-        (2.0**-14, 2.0**-14),  # the smallest normal
         (2.0**-14 - 2.0**-25, 2.0**-14),  # tie, carried into the normals
-        (1.0 + 2.0**-11, 1.0),
         (1.0 + 3 * 2.0**-11, 1.0 + 2.0**-9),
-        (MAX16, MAX16),
-        (65519.0, MAX16),
         (65520.0, MAX16),  # a plain cast: inf
-        (MAX16 + 32, MAX16),  # max + 1 ulp
         (-1e6, -MAX16),
-        (MAX32, MAX16),
-        (np.inf, MAX16),
-        (-np.inf, -MAX16),
-        (np.nan, np.nan),
     ],
-    jnp.bfloat16: [
-        (-0.0, -0.0),
-        (2.0**-126, 2.0**-126),
-        (1.0 + 2.0**-8, 1.0),
-        (1.0 + 3 * 2.0**-8, 1.0 + 2.0**-6),
-        (MAXB16, MAXB16),
-        (MAX32, MAXB16),  # a plain cast: inf
-        (np.inf, MAXB16),
-        (-np.inf, -MAXB16),
-        (np.nan, np.nan),
-    ],
-    jnp.float8_e4m3fn: [
-        (-0.0, -0.0),
-        (2.0**-9, 2.0**-9),
-        (2.0**-10, 0.0),
-        (2.0**-10 * 1.001, 2.0**-9),
-        (448.0, 448.0),
-        (464.0, 448.0),
-        (480.0, 448.0),  # max + 1 ulp; a plain cast: NaN
-        (np.inf, 448.0),
-        (-np.inf, -448.0),
-        (np.nan, np.nan),
-    ],
-    jnp.float8_e5m2: [
-        (-0.0, -0.0),
-        (2.0**-16, 2.0**-16),
-        (2.0**-17, 0.0),
-        (57344.0, 57344.0),
-        (61440.0, 57344.0),  # a plain cast: inf
-        (np.inf, 57344.0),
-        (np.nan, np.nan),
-    ],
+    jnp.bfloat16: [(-0.0, -0.0), (2.0**-126, 2.0**-126), (1.0 + 2.0**-8, 1.0), (MAX32, MAXB16)],
+    jnp.float8_e4m3fn: [(2.0**-10, 0.0), (2.0**-10 * 1.001, 2.0**-9), (480.0, 448.0)],  # a plain cast: NaN
+    jnp.float8_e5m2: [(2.0**-16, 2.0**-16), (2.0**-17, 0.0), (61440.0, 57344.0)],
 }
 
 
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", NARROW, ids=lambda d: np.dtype(d).name)
 def test_golden_edges(dtype):
-    given_, expected = (np.array(side, np.float32) for side in zip(*EDGES[dtype], strict=True))
-    assert_exact(casting.round_to(given_, dtype), expected)
-    assert_exact(casting.saturating_cast(given_, dtype), expected.astype(dtype))
-    for x, y in zip(given_, expected, strict=True):  # as scalars
-        assert_exact(casting.round_to(x, dtype), y)
+    limit = float(ml_dtypes.finfo(dtype).max)
+    pairs = [*EDGES[dtype], (limit, limit), (np.inf, limit), (-np.inf, -limit), (np.nan, np.nan)]
+    x, expected = (np.array(side, np.float32) for side in zip(*pairs, strict=True))
+    assert_exact(jitted("round_to", dtype)(x), expected)
+    assert_exact(jitted("saturating_cast", dtype)(x), expected)
+    assert_exact(casting.round_to(x[0], dtype), expected[0])  # a scalar
 
 
 def test_rounding_to_float32_is_nothing():
-    x = jnp.array([0.1, jnp.inf, -0.0, jnp.nan])
+    x = np.float32([0.1, np.inf, -0.0, np.nan])
     assert_moved(casting.round_to(x, jnp.float32), x)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.int32])
-def test_round_to_wants_float32(dtype):
-    with pytest.raises(TypeError, match=rf"round_to rounds float32 arrays; got {jnp.dtype(dtype).name}. Cast it with"):
-        casting.round_to(jnp.ones(2, dtype), jnp.float16)
+def test_round_to_wants_float32():
+    with pytest.raises(TypeError, match="round_to rounds float32 arrays; got bfloat16. Cast it with"):
+        casting.round_to(np.ones(2, jnp.bfloat16), jnp.float16)
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "source, target, expected",
     [
@@ -164,13 +122,12 @@ def test_round_to_wants_float32(dtype):
     ids=lambda x: np.dtype(x).name if isinstance(x, type(jnp.float16)) else "",
 )
 def test_saturation_between_dtypes(source, target, expected):
-    x = jnp.array([jnp.inf, -jnp.inf, 0.5, -0.0, jnp.nan], source)
-    assert_exact(casting.saturating_cast(x, target), jnp.array([expected, -expected, 0.5, -0.0, jnp.nan], target))
-
-
-def test_large_bfloat16_values_saturate_in_float16():
-    x = jnp.array([65280.0, 65536.0, 1e6, -1e30], jnp.bfloat16)
-    assert_exact(casting.saturating_cast(x, jnp.float16), jnp.array([65280.0, MAX16, MAX16, -MAX16], jnp.float16))
+    run = jax.jit(lambda x: casting.saturating_cast(x, target))
+    x = np.array([np.inf, -np.inf, 0.5, -0.0, np.nan], source)
+    assert_exact(run(x), np.array([expected, -expected, 0.5, -0.0, np.nan], target))
+    if (source, target) == (jnp.bfloat16, jnp.float16):
+        x = np.array([65280.0, 65536.0, 1e6, -1e30, 0.0], source)
+        assert_exact(run(x), np.array([65280.0, MAX16, MAX16, -MAX16, 0.0], target))
 
 
 # Casts of leaves and trees
@@ -191,25 +148,21 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("name", KEPT)
 @pytest.mark.parametrize("saturate", [False, True])
-def test_what_is_no_float_is_left_alone(name, saturate):
-    assert casting.cast_float(KEPT[name], jnp.float16, saturate=saturate) is KEPT[name]
-    assert not casting.is_float(KEPT[name])
+def test_what_is_no_float_is_left_alone(saturate):
+    for x in KEPT.values():
+        assert casting.cast_float(x, jnp.float16, saturate=saturate) is x
+        assert not casting.is_float(x)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("make", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
+@pytest.mark.parametrize(("dtype", "make"), [(jnp.float16, jnp.asarray), (jnp.bfloat16, np.asarray)])
 def test_cast_float(dtype, make):
-    x = make([0.1, 1e30, -0.0], np.float32)
+    x = np.float32([0.1, 1e30, -0.0])
     with np.errstate(over="ignore"):
-        assert_exact(casting.cast_float(x, dtype), np.asarray(x).astype(dtype))
-    assert_exact(
-        casting.cast_float(x, dtype, saturate=True),
-        rounded(np.asarray(x), dtype).astype(dtype) if dtype != jnp.float32 else x,
-    )
-    same = jnp.ones(2, dtype)
-    assert casting.cast_float(same, dtype) is same
+        assert_exact(casting.cast_float(make(x), dtype), x.astype(dtype))
+    assert_exact(casting.cast_float(make(x), dtype, saturate=True), rounded(x, dtype).astype(dtype))
+    for same in (make(x), make(x.astype(jnp.bfloat16))):
+        assert casting.cast_float(same, same.dtype) is same
 
 
 def test_abstract_arrays_are_cast():
@@ -256,22 +209,18 @@ reciprocal = jax.jit(float_bits.reciprocal)
 
 def test_reciprocals_of_powers_of_two_are_exact():
     exponents = np.arange(-126, 127)
-    scales = np.ldexp(np.float32(1), exponents)
-    inverse = reciprocal(scales)
-    assert_exact(inverse, np.ldexp(np.float32(1), -exponents))
-    assert_exact(float_bits.reciprocal(jnp.float32(2.0**16)), 2.0**-16)
+    assert_exact(reciprocal(np.ldexp(np.float32(1), exponents)), np.ldexp(np.float32(1), -exponents))
 
 
-@pytest.mark.parametrize(
-    "scale, expected",
-    [(np.inf, 0.0), (0.0, np.inf), (np.nan, np.nan), (3.0, 1 / 3), (1.0, 1.0), (2.0**127, 0.0), (MAX32, 0.0)],
-)
-def test_reciprocal_at_the_edges(scale, expected):
-    inverse = float_bits.reciprocal(scale)
+def test_reciprocal_at_the_edges():
+    inverse = reciprocal(np.float32([np.inf, 0.0, np.nan, 2.0**127, MAX32]))
     assert inverse.dtype == jnp.float32
-    np.testing.assert_allclose(inverse, np.float32(expected), rtol=0, atol=1.2e-38)  # a subnormal result may be flushed
+    np.testing.assert_allclose(
+        inverse, [0.0, np.inf, np.nan, 0.0, 0.0], rtol=0, atol=1.2e-38
+    )  # subnormals may be flushed
 
 
+@settings(max_examples=40)
 @given(st.lists(st.floats(2.0**-100, 2.0**100, width=32), min_size=16, max_size=16))
 def test_reciprocal_is_the_rounded_quotient(values):
     """float32(1 / float64(scale)), as Megatron-LM and torch compute it."""
@@ -279,21 +228,16 @@ def test_reciprocal_is_the_rounded_quotient(values):
     assert_exact(reciprocal(scales), (1 / scales.astype(np.float64)).astype(np.float32))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# stochastic rounding
+# Stochastic rounding
 
 
-def neighbours(x: np.ndarray, dtype) -> tuple[np.ndarray, np.ndarray]:
-    """The two values of `dtype` that finite |x| lies between, both |x| where it is one; saturated."""
-    size = np.minimum(np.abs(x).astype(np.float64), float(ml_dtypes.finfo(dtype).max))
+def neighbours(size: np.ndarray, dtype) -> tuple[np.ndarray, np.ndarray]:
+    """The two values of `dtype` that a size lies between, both the size where it is one."""
     bits = size.astype(dtype).view(np.uint16)
     bits -= bits.view(dtype).astype(np.float64) > size
     low = bits.view(dtype).astype(np.float64)
-    return low, np.where(low == size, low, np.minimum((bits + 1).view(dtype).astype(np.float64), rounded_max(dtype)))
-
-
-def rounded_max(dtype) -> float:
-    return float(ml_dtypes.finfo(dtype).max)
+    above = (bits + 1).view(dtype).astype(np.float64)
+    return low, np.where(low == size, low, np.minimum(above, float(ml_dtypes.finfo(dtype).max)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
@@ -303,10 +247,10 @@ def test_stochastic_rounding_goes_up_for_as_many_of_the_random_bits_as_it_should
     exponents = rng.integers(-30, 18, size=4000)
     x = (rng.choice([-1, 1], 4000) * (1 + rng.random(4000)) * 2.0**exponents).astype(np.float32)
     x = np.concatenate([x, rounded(x, dtype), np.float32([0.0, -0.0, 65504, 65519.9, 7e4, 3.4e38])])
-    low, high = neighbours(x, dtype)
+    size = np.minimum(np.abs(x).astype(np.float64), float(ml_dtypes.finfo(dtype).max))
+    low, high = neighbours(size, dtype)
     width = 24 if dtype == jnp.float16 else 16
-    spacing = np.where(high > low, high - low, 1.0)
-    odds = np.where(high > low, (np.minimum(np.abs(x).astype(np.float64), rounded_max(dtype)) - low) / spacing, 0.0)
+    odds = np.where(high > low, (size - low) / np.where(high > low, high - low, 1.0), 0.0)
     threshold = np.ceil(odds * 2.0**width).astype(np.int64)  # so many of 2^width numbers round up
     run = jax.jit(lambda bits: casting.stochastic_round(x, dtype, bits))
     lowest, highest = 0, 2**width - 1
@@ -321,10 +265,9 @@ def test_stochastic_rounding_goes_up_for_as_many_of_the_random_bits_as_it_should
 
 
 def test_stochastic_rounding_keeps_what_is_not_finite_and_float32():
-    x = jnp.array([jnp.inf, -jnp.inf, jnp.nan])
-    bits = jnp.full(3, 0xFFFFFFFF, jnp.uint32)
-    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
-        assert_moved(casting.stochastic_round(x, dtype, bits), x)
+    x, bits = np.float32([np.inf, -np.inf, np.nan]), np.full(3, 0xFFFFFFFF, np.uint32)
+    run = jax.jit(lambda x: [casting.stochastic_round(x, dtype, bits) for dtype in (jnp.float16, jnp.bfloat16)])
+    assert_moved(run(x), [x, x])
     y = jnp.array([1e-45, 0.1, -3.0])
     assert casting.stochastic_round(y, jnp.float32, bits) is y
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from helpers import assert_exact
 from jaxmp._src.numerics import float_bits
@@ -26,24 +26,29 @@ def divide(numerator, x):
         return np.float32(numerator) / x
 
 
-quotient = jax.jit(float_bits.quotient, static_argnums=0)
+quotient, product, split = (
+    jax.jit(float_bits.quotient, static_argnums=0),
+    jax.jit(float_bits.product),
+    jax.jit(float_bits.split),
+)
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("numerator", [448.0, 57344.0, 1.0, 0.1, 448.0 * 2.0**-100, float(FLOAT32.max)])
+@pytest.mark.parametrize("numerator", [448.0, 0.1, 448.0 * 2.0**-100, float(FLOAT32.max)])
 def test_quotients_of_the_edges(numerator):
-    expected = divide(numerator, EDGES)
-    assert_exact(quotient(numerator, EDGES)[expected >= 2.0**-149], expected[expected >= 2.0**-149])
-    assert np.all(np.asarray(quotient(numerator, EDGES)).view(np.int32)[expected < 2.0**-149] == 0)
+    expected, actual = divide(numerator, EDGES), np.asarray(quotient(numerator, EDGES))
+    assert_exact(actual[expected >= 2.0**-149], expected[expected >= 2.0**-149])
+    assert np.all(actual.view(np.int32)[expected < 2.0**-149] == 0)
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("numerator", [448.0, 57344.0, 1.0])
+@pytest.mark.parametrize("numerator", [448.0, 1.0])
 def test_quotients_by_every_significand(numerator):
     x = np.arange(0x3F800000, 0x40000000, dtype=np.int32).view(np.float32)
     assert_exact(quotient(numerator, x), divide(numerator, x))
 
 
+@settings(max_examples=40)
 @given(x=positive, numerator=st.sampled_from([448.0, 1.0]))
 def test_quotients(x, numerator):
     assert_exact(quotient(numerator, x), divide(numerator, x))
@@ -55,9 +60,10 @@ def test_a_quotient_does_not_depend_on_how_well_the_backend_divides(monkeypatch)
     x = np.random.default_rng(0).uniform(0.5, 4.0, 4096).astype(np.float32)
     for error in (-(2.0**-21), 2.0**-21):
         monkeypatch.setattr(float_bits, "_from_exponent", lambda e, error=error: exact(e) * np.float32(1 + error))
-        assert_exact(float_bits.quotient(448.0, jnp.asarray(x)), divide(448.0, x))
+        assert_exact(jax.jit(lambda x: float_bits.quotient(448.0, x))(x), divide(448.0, x))
 
 
+@settings(max_examples=40)
 @given(x=positive, y=positive)
 def test_products(x, y):
     with np.errstate(over="ignore", under="ignore"):
@@ -65,43 +71,37 @@ def test_products(x, y):
     x = x * np.where(np.arange(SIZE) % 2, np.float32(-1), np.float32(1))
     expected = expected * np.where(np.arange(SIZE) % 2, np.float32(-1), np.float32(1))
     subnormal = np.abs(expected) < FLOAT32.tiny
-    actual = np.asarray(jax.jit(float_bits.product)(x, y))
+    actual = np.asarray(product(x, y))
     assert_exact(actual[~subnormal], expected[~subnormal])
     assert np.all(np.abs(actual[subnormal]) <= FLOAT32.tiny)
 
 
 def test_products_of_the_edges():
-    x = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -1e-45, 1e-42], np.float32)
-    assert_exact(jax.jit(float_bits.product)(x, np.full(7, 2.0**127, np.float32)), x * np.float32(2.0**127))
-    assert_exact(float_bits.product(jnp.float32(np.inf), jnp.float32(2.0**-127)), np.inf)
+    x = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -1e-45, 1e-42, np.inf], np.float32)
+    y = np.array([2.0**127] * 7 + [2.0**-127], np.float32)
+    assert_exact(product(x, y), x * y)
 
 
+@settings(max_examples=40)
 @given(x=positive)
 def test_split(x):
-    exponent, significand = jax.jit(float_bits.split)(x)
+    exponent, significand = split(x)
     assert exponent.dtype == significand.dtype == jnp.int32
     assert np.all((significand >= 2**23) & (significand < 2**24))
     assert_exact(np.ldexp(np.asarray(significand, np.float64), np.asarray(exponent) - 23), x.astype(np.float64))
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_every_power_of_two_and_back(jit):
+def test_every_power_of_two_and_back():
+    """Clamped at the ends of the normal numbers."""
     exponents = np.arange(-126, 128).astype(np.float32)
-    power_of_two, log2 = float_bits.power_of_two, float_bits.log2_of_power_of_two
-    if jit:
-        power_of_two, log2 = jax.jit(power_of_two), jax.jit(log2)
     powers = np.ldexp(np.float32(1), exponents.astype(np.int32))
-    assert_exact(power_of_two(exponents), powers)
-    assert_exact(log2(powers), exponents)
-
-
-def test_powers_of_two_are_clamped():
-    log2 = np.array([-1000.0, -127.0, 128.0, 1000.0, np.inf, -np.inf], np.float32)
-    ends = np.array([2.0**-126, 2.0**-126, 2.0**127, 2.0**127, 2.0**127, 2.0**-126], np.float32)
-    assert_exact(float_bits.power_of_two(log2), ends)
-    scales = np.array([0.0, 1e-45, 2.0**-127, FLOAT32.max, np.inf], np.float32)
-    assert_exact(float_bits.log2_of_power_of_two(scales), np.array([-126, -126, -126, 127, 127], np.float32))
+    beyond = np.array([-1000.0, -127.0, -np.inf, 128.0, 1000.0, np.inf], np.float32)
+    ends = np.repeat(np.array([2.0**-126, 2.0**127], np.float32), 3)
+    power_of_two, log2 = jax.jit(float_bits.power_of_two), jax.jit(float_bits.log2_of_power_of_two)
+    assert_exact(power_of_two(np.concatenate([exponents, beyond])), np.concatenate([powers, ends]))
+    others = np.array([0.0, 1e-45, 2.0**-127, FLOAT32.max, np.inf], np.float32)
+    log2_of_others = np.array([-126, -126, -126, 127, 127], np.float32)
+    assert_exact(log2(np.concatenate([powers, others])), np.concatenate([exponents, log2_of_others]))
 
 
 def test_magnitudes_are_ordered_as_their_bits_and_nan_is_least():
@@ -122,9 +122,9 @@ OTHERS = np.array([0.0, -0.0, 1e-45, 1e-39, np.inf, -np.inf, np.nan], np.float32
 
 def test_the_power_of_two_below():
     expected = np.ldexp(np.float32(1), np.frexp(NEIGHBOURS)[1] - 1)
-    for sign in (1, -1):
-        assert_exact(float_bits.power_of_two_below(sign * NEIGHBOURS), expected)
-    assert_exact(float_bits.power_of_two_below(OTHERS), np.array([0, 0, 0, 0, np.inf, np.inf, np.inf], np.float32))
+    of_others = np.array([0, 0, 0, 0, np.inf, np.inf, np.inf], np.float32)
+    below = jax.jit(float_bits.power_of_two_below)(np.concatenate([NEIGHBOURS, -NEIGHBOURS, OTHERS]))
+    assert_exact(below, np.concatenate([expected, expected, of_others]))
 
 
 def test_the_inverse_of_a_power_of_two():
@@ -134,5 +134,4 @@ def test_the_inverse_of_a_power_of_two():
 
 def test_log2_rounded_up():
     expected = np.ceil(np.log2(NEIGHBOURS.astype(np.float64))).astype(np.float32)
-    assert_exact(float_bits.ceil_log2(NEIGHBOURS) + 0.0, expected + 0.0)
-    assert_exact(float_bits.ceil_log2(POWERS), np.arange(-126, 128).astype(np.float32))
+    assert_exact(np.asarray(jax.jit(float_bits.ceil_log2)(NEIGHBOURS)) + 0.0, expected + 0.0)

@@ -1,6 +1,7 @@
 """Kernels in fp8 that nobody trains: their values, and what reads them."""
 
 import copy
+import functools
 import pickle
 
 import equinox as eqx
@@ -25,7 +26,7 @@ def rounded(w, axis=-2):
     return (w / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
 
 
-@pytest.mark.parametrize("factor", [1.0, 3e-30, 2e30, 448.0, 224.0])
+@pytest.mark.parametrize("factor", [1.0, 3e-30, 2e30])
 def test_values_are_those_of_numpy(factor):
     w = W * np.float32(factor)
     kernel = jaxmp.fp8.freeze({"kernel": w})["kernel"]
@@ -39,28 +40,26 @@ def test_a_stack_and_several_axes_have_their_own_columns():
     w = np.stack([W, 100 * W]).reshape(2, 3, 16, 32)
     kernel = jaxmp.fp8.freeze({"kernel": w})["kernel"]
     assert kernel.log2_scale.shape == (2, 3, 1, 32)
-    assert_exact(jnp.asarray(kernel), rounded(w))
-    inside = jax.tree.map(lambda x: x[1], kernel)  # as lax.scan takes it apart
-    assert_exact(jnp.asarray(inside), rounded(w[1]))
+    assert_exact(np.asarray(kernel), rounded(w))
+    assert_exact(np.asarray(jax.tree.map(lambda x: x[1], kernel)), rounded(w[1]))  # as lax.scan takes it apart
 
 
 def test_zeros_and_what_is_not_finite():
     w = np.zeros((4, 3), np.float32)
     w[:, 1], w[2, 2], w[1, 2] = [1, np.inf, -np.inf, np.nan], 5, -0.0
-    found = np.asarray(jaxmp.fp8.freeze({"kernel": w})["kernel"])
-    assert_exact(found[:, 0], np.zeros(4, np.float32))
-    assert found[0, 1] == 1 and np.isnan(found[1:, 1]).all()
-    assert_exact(found[:, 2], w[:, 2])
+    array = np.asarray(jaxmp.fp8.freeze({"kernel": w})["kernel"])
+    assert_exact(array[:, 0], np.zeros(4, np.float32))
+    assert array[0, 1] == 1 and np.isnan(array[1:, 1]).all()
+    assert_exact(array[:, 2], w[:, 2])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_it_reads_in_the_dtype_it_had(dtype):
-    kernel = jaxmp.fp8.freeze({"kernel": jnp.asarray(W, dtype)})["kernel"]
+    kernel = jaxmp.fp8.freeze({"kernel": W.astype(dtype)})["kernel"]
     assert jnp.asarray(kernel).dtype == dtype and kernel.astype(jnp.float32).dtype == jnp.float32
     x = jnp.ones((2, 48), dtype)
-    expected = x @ jnp.asarray(kernel)
-    for found in (x @ kernel, jnp.dot(x, kernel), jnp.einsum("bi,ij->bj", x, kernel), x @ kernel[...]):
-        assert_exact(found, expected)
+    readings = (x @ kernel, jnp.dot(x, kernel), jnp.einsum("bi,ij->bj", x, kernel), x @ kernel[...])
+    assert_exact(readings, (x @ jnp.asarray(kernel),) * 4)
     assert_exact(kernel[3], jnp.asarray(kernel)[3])
 
 
@@ -102,7 +101,7 @@ def test_nobody_differentiates_it():
         jaxmp.value_and_grad(lambda p: jnp.sum(jnp.asarray(p["kernel"])))(frozen, opt_state=opt_state)
 
 
-@pytest.mark.parametrize(("dtype", "largest"), [(jnp.float16, 65504.0), (jnp.float32, 3.4e38), (jnp.bfloat16, 3.3e38)])
+@pytest.mark.parametrize(("dtype", "largest"), [(jnp.float16, 65504.0), (jnp.bfloat16, 3.3e38)])
 def test_no_finite_weight_becomes_infinite(dtype, largest):
     """e4m3 would round it up to 2^16 or 2^128: the number of e4m3 below is 1.875 times half of that."""
     kernel = jaxmp.fp8.freeze({"kernel": jnp.array([[largest, -largest], [1.0, 0.0]], dtype)})["kernel"]
@@ -119,7 +118,6 @@ def test_no_finite_weight_becomes_infinite(dtype, largest):
     "change",
     [
         lambda kernel: jax.tree.map(lambda a: a * 0.5, kernel),
-        lambda kernel: jax.tree.map(lambda a, b: (a + b) / 2, kernel, kernel),
         lambda kernel: optax.incremental_update(kernel, kernel, 0.5),
         lambda kernel: jax.tree.map(lambda a: a.astype(jnp.bfloat16), kernel),
     ],
@@ -133,36 +131,25 @@ def test_a_kernel_that_others_computed_with_is_refused(change):
 
 BY_NUMBERS = {  # these change the dtype of the lock
     "twice": lambda a: 2 * a,
-    "three times": lambda a: 3 * a,
     "plus one": lambda a: a + 1,
     "minus itself": lambda a: a - 1 * a,
-    "sign": lambda a: jnp.sign(1 * a),
     "bounds": lambda a: jnp.clip(a, -1, 1),
-    "wide bounds": lambda a: jnp.clip(a, -10, 10),
-    "very wide bounds": lambda a: jnp.clip(a, -100, 100),
-    "an upper bound": lambda a: jnp.minimum(a, 1),
-    "a lower bound": lambda a: jnp.maximum(a, -20),
-    "a choice": lambda a: jnp.where(a > 1, 1, a),
-    "threshold": lambda a: jnp.where(jnp.abs(a) < 0.25, 0, a),
     "pruned": lambda a: jnp.where(jnp.abs(a) < 1e-2, 0 * a, a),
-    "square": jnp.square,
     "running sums": lambda a: jnp.cumsum(a, 0),
 }
 IN_ITS_DTYPES = {
     "abs": jnp.abs,
-    "added": lambda a: a + a,
     "ones": jnp.ones_like,
-    "zeros": jnp.zeros_like,
-    "twice, and back": lambda a: (2 * a).astype(a.dtype),
     "bounds, and back": lambda a: jnp.clip(a, -1, 1).astype(a.dtype),
     "noise": lambda a: (a + 0.3 * jax.random.normal(jax.random.key(0), a.shape).astype(a.dtype)).astype(a.dtype),
     "unlocked": lambda a: jnp.zeros_like(a) if a.dtype == bool else a,
 }
 
 
+@pytest.mark.thorough(5)
 @pytest.mark.parametrize(
     ("change", "scale"),
-    [*((name, 1.0) for name in BY_NUMBERS | IN_ITS_DTYPES), *((name, 300.0) for name in BY_NUMBERS)],
+    [*((name, 1.0) for name in BY_NUMBERS | IN_ITS_DTYPES), ("plus one", 300.0), ("bounds", 300.0)],
 )
 def test_a_kernel_that_others_computed_with_by_numbers_is_refused(change, scale):
     """By an error, or by NaN in a program where the dtypes stayed; also where exponents are 0 and more."""
@@ -171,23 +158,29 @@ def test_a_kernel_that_others_computed_with_by_numbers_is_refused(change, scale)
     says = "parts in" if change in BY_NUMBERS else "other numbers"
     with pytest.raises(TypeError, match=f"a frozen kernel must stay as freeze made it; got {says}"):
         jnp.asarray(changed)
-    for run in (jnp.asarray, jaxmp.autocast(lambda k: jnp.ones((2, 48)) @ k, "bf16")):
-        if change in BY_NUMBERS:
-            with pytest.raises(TypeError, match="got parts in"):
-                jax.jit(run)(changed)
-        else:
-            assert np.isnan(jax.jit(run)(changed)).all()
+    autocast = jaxmp.autocast(lambda kernel: jnp.ones((2, 48)) @ kernel, "bf16")
+    run = jax.jit(lambda kernel: (jnp.asarray(kernel), autocast(kernel)))
+    if change in BY_NUMBERS:
+        with pytest.raises(TypeError, match="got parts in"):
+            run(changed)
+    else:
+        assert all(np.isnan(y).all() for y in run(changed))
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "lion", "lamb", "sgd"])
+@pytest.mark.parametrize("name", ["lion", "sgd"])
 def test_an_optimizer_over_it_spoils_it_or_leaves_it(name):
     """Gradients of zeros, as one writes them to freeze a part of a tree; sgd changes nothing."""
     base = jaxmp.fp8.freeze({"kernel": W})
-    tx, params = getattr(optax, name)(1e-3), base
-    state, grads = tx.init(base), jax.tree.map(jnp.zeros_like, base)
+    tx = getattr(optax, name)(1e-3)
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(jax.tree.map(jnp.zeros_like, base), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = base, jax.jit(tx.init)(base)
     for _ in range(3):
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = step(params, state)
     if name == "sgd":
         assert_exact(params, base)
     else:
@@ -198,11 +191,14 @@ def test_an_optimizer_over_it_spoils_it_or_leaves_it(name):
 
 def test_what_moves_a_kernel_moves_its_guard():
     kernel = jaxmp.fp8.freeze({"kernel": np.stack([W, 3 * W, W / 5])})["kernel"]
-    array = np.asarray(kernel)
-    for change in (lambda a: a[1], lambda a: a[::-1], lambda a: jnp.flip(a, -1), lambda a: jnp.concatenate([a, a])):
-        assert_exact(jnp.asarray(jax.tree.map(change, kernel)), change(array))
-    pair = jax.tree.map(lambda a, b: jnp.stack([a, b]), kernel, kernel)
-    assert_exact(jnp.asarray(pair), np.stack([array, array]))
+    changes = [lambda a: a[1], lambda a: a[::-1], lambda a: jnp.flip(a, -1), lambda a: jnp.concatenate([a, a])]
+
+    @jax.jit
+    def run(kernel):
+        moved = [jax.tree.map(change, kernel) for change in changes]
+        return [jnp.asarray(k) for k in moved], [change(jnp.asarray(kernel)) for change in changes]
+
+    assert_exact(*run(kernel))
 
 
 def test_every_exponent_has_its_guard():
@@ -216,39 +212,35 @@ def test_every_exponent_has_its_guard():
     assert all(by_exponent[e] != by_exponent[e + 1] for e in by_exponent.keys() - {-1, 0, 118})
 
 
-@pytest.mark.parametrize("under", [lambda f: f, jax.jit, lambda f: jaxmp.autocast(f, "bf16"), jax.checkpoint])
+@functools.cache
+def frozen_mlp():
+    return jaxmp.fp8.freeze(eqx.nn.MLP(8, 4, 32, 1, key=jax.random.key(0)), "*weight")
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("under", [lambda f: f, lambda f: jax.jit(jaxmp.autocast(f, "bf16")), jax.checkpoint])
 def test_a_derivative_by_it_is_refused(under):
-    frozen = jaxmp.fp8.freeze(eqx.nn.MLP(8, 4, 32, 1, key=jax.random.key(0)), "*weight")
-    x = jnp.ones((3, 8))
+    frozen, x = frozen_mlp(), np.ones((3, 8), np.float32)
 
     def loss(model, x):
         return jnp.mean(under(lambda x: jax.vmap(model)(x))(x) ** 2)
 
     with pytest.raises(TypeError, match="a frozen kernel has no gradient"):
-        eqx.filter_grad(loss)(frozen, x)
-    assert jnp.isfinite(jax.grad(lambda x: loss(frozen, x))(x)).all()
+        eqx.filter_eval_shape(eqx.filter_grad(loss), frozen, x)
+    assert jnp.isfinite(jax.jit(jax.grad(lambda x: loss(frozen, x)))(x)).all()
 
 
 def test_it_is_a_sequence_of_rows_and_takes_arithmetic():
     kernel = jaxmp.fp8.freeze({"kernel": W})["kernel"]
     array = np.asarray(kernel)
     assert len(kernel) == 48
-    for found, expected in (
-        (jnp.stack(list(kernel)), array),
-        (2 * kernel, 2 * array),
-        (kernel + kernel, array + array),
-        (kernel - 1, array - 1),
-        (1 - kernel, 1 - array),
-        (kernel / 2, array / 2),
-        (-kernel, -array),
-        (kernel.T, array.T),
-        (kernel**2, array**2),
-        (abs(kernel), abs(array)),
-        (kernel > 0, array > 0),
-        (kernel == jaxmp.fp8.freeze({"kernel": W})["kernel"], np.ones_like(array, bool)),
-        (kernel != array, np.zeros_like(array, bool)),
-    ):
-        assert_exact(found, expected)
+
+    def results(k):
+        numbers = 2 * k, k + k, 1 - k, k / 2, -k, k.T, k**2, abs(k)
+        return numbers, (k > 0, k == kernel, k != array)
+
+    assert_exact(jax.jit(lambda k: jnp.stack(list(k)))(kernel), array)
+    assert_exact(jax.tree.map(np.asarray, results(kernel)), results(array))
     with pytest.raises(TypeError, match=r"cannot be written into; .*in nnx, param.set_value\(array\)"):
         kernel[0] = 1.0
     with pytest.raises(AttributeError, match=r"a frozen kernel is no array; got .reshape. Write jnp.asarray"):
@@ -260,7 +252,7 @@ def test_it_is_a_sequence_of_rows_and_takes_arithmetic():
 def test_descriptions_and_empty_kernels():
     kernel = jaxmp.fp8.freeze({"kernel": jax.ShapeDtypeStruct((4, 2), jnp.float16)})["kernel"]
     assert (kernel.q.shape, kernel.log2_scale.shape, kernel.dtype) == ((4, 2), (1, 2), jnp.float16)
-    assert jnp.asarray(jaxmp.fp8.freeze({"kernel": jnp.ones((0, 2))})["kernel"]).shape == (0, 2)
+    assert np.asarray(jaxmp.fp8.freeze({"kernel": np.ones((0, 2), np.float32)})["kernel"]).shape == (0, 2)
 
 
 def test_serialization():
@@ -268,7 +260,11 @@ def test_serialization():
     frozen = jaxmp.fp8.freeze({"kernel": W})
     text = flax.serialization.to_bytes(frozen)
     like = jaxmp.fp8.freeze({"kernel": np.zeros_like(W)})
-    for found in (flax.serialization.from_bytes(like, text), pickle.loads(pickle.dumps(frozen)), copy.deepcopy(frozen)):
-        assert_exact(np.asarray(found["kernel"]), np.asarray(frozen["kernel"]))
+    for copied in (
+        flax.serialization.from_bytes(like, text),
+        pickle.loads(pickle.dumps(frozen)),
+        copy.deepcopy(frozen),
+    ):
+        assert_exact(np.asarray(copied["kernel"]), np.asarray(frozen["kernel"]))
     with pytest.raises(ValueError, match="must come from a frozen one; got"):
         flax.serialization.from_bytes(frozen, flax.serialization.to_bytes({"kernel": W}))

@@ -1,7 +1,6 @@
 """The numerics of `pallas_kernels.moments`: unbiased roundings, averages that move, masters that split and join.
 
-Codes are read by tables (`kernel_oracles`); what rounding to nearest would do is done here in NumPy, to show why it is
-not what is done.
+Codes are read by tables (`kernel_oracles`).
 """
 
 import functools
@@ -11,10 +10,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 
 import kernel_oracles as oracles
-from helpers import assert_exact, sqnr
+from helpers import assert_exact
 from pallas_kernels import moments
 from pallas_kernels.moments import Quantized
 
@@ -54,25 +52,13 @@ def worth(stored, signed: bool) -> np.ndarray:
     return np.asarray(stored).astype(np.float64)
 
 
-def nearest(x: np.ndarray, dtype: str, *, signed: bool) -> np.ndarray:
-    """`x` as it would be stored if it were rounded to nearest."""
-    if dtype == "bfloat16":
-        return x.astype(ml_dtypes.bfloat16).astype(np.float64)
-    name = "uint8" if dtype == "int8" and not signed else dtype
-    groups = x.reshape(-1, oracles.GROUP).astype(np.float64)
-    scales = np.max(np.abs(groups), axis=1, keepdims=True)
-    low, high = oracles.neighbours(groups / scales, name, signed=signed)
-    ratio = groups / scales
-    return (np.where(ratio - low <= high - ratio, low, high) * scales).reshape(x.shape)
-
-
 @pytest.mark.thorough(2)
 @each_format
 def test_rounding_is_unbiased(dtype, signed):
     """The mean over n noises is within 5 standard errors of x, the spacing of the two neighbours known; and its
     overall bias within 5 of those of all elements together.
     """
-    x, n = values(signed), 200
+    x, n = values(signed), 100
     once = rounder(dtype, signed)
     total = sum(worth(once(x, step), signed) for step in range(n))
     if dtype == "bfloat16":
@@ -99,6 +85,7 @@ def test_rounding_is_unbiased(dtype, signed):
 @pytest.mark.thorough(2)
 @each_format
 def test_what_is_stored_is_a_neighbour(dtype, signed):
+    """Which the table of codes decodes."""
     x = values(signed, 1)
     stored = rounder(dtype, signed)(x, 5)
     if dtype == "bfloat16":
@@ -115,91 +102,48 @@ def test_what_is_stored_is_a_neighbour(dtype, signed):
     value = oracles.decoded(stored.codes, np.ones_like(stored.scales), signed=signed)
     assert np.all((value >= low) & (value <= high))
     assert_exact(np.abs(worth(stored, signed)).max(axis=1), np.abs(x).max(axis=1).astype(np.float64))
-
-
-@pytest.mark.thorough(2)
-@each_format
-def test_decoding_is_the_tables(dtype, signed):
-    if dtype == "bfloat16":
-        return
-    stored = rounder(dtype, signed)(values(signed), 1)
     np.testing.assert_allclose(moments.dequantize(stored, signed=signed), worth(stored, signed), rtol=1e-6, atol=1e-37)
 
 
-# dB; a float of 8 bits is coarse at the top, where the power of a moment is
-SQNR = {
-    ("bfloat16", True): 46,
-    ("bfloat16", False): 46,
-    ("int8", True): 36,
-    ("int8", False): 32,
-    ("float8_e4m3fn", True): 25,
-    ("float8_e4m3fn", False): 20,
-    ("float8_e5m2", True): 19,
-    ("float8_e5m2", False): 14,
-}
-
-
-@pytest.mark.thorough(2)
-@each_format
-def test_signal_to_noise(dtype, signed):
-    x = values(signed)
-    assert sqnr(x, worth(rounder(dtype, signed)(x, 3), signed)) > SQNR[dtype, signed]
-
-
-@pytest.mark.thorough(4)
-@each_format
-@pytest.mark.parametrize("signal", ["constant", "decaying"])
-def test_averages_follow(dtype, signed, signal):
-    """An average over 1000 steps, stored in few bits between any two, is that in float32 on average over elements;
-    rounded to nearest, one of a constant stops far below it, and one of zeros stops far above.
-    """
-    decay, n = 0.999, 400
-    rng = np.random.default_rng(2)
-    g = rng.uniform(0.5, 1.0, SHAPE).astype(np.float32)
-    start, feed = (np.zeros(SHAPE), g) if signal == "constant" else (g, np.zeros(SHAPE))
-    start, feed = start.astype(np.float32), feed.astype(np.float32)
-    once = rounder(dtype, signed)
+@functools.cache
+def averaged(dtype: str, signed: bool):
+    """Compiled (decay, start, feed) -> an average over 400 steps that was stored after each."""
 
     @jax.jit
-    def run(start, feed):
-        def step(i, held):
-            x = decay * moments.dequantize(held, signed=signed) + (1 - decay) * feed
-            return once(x, i)
+    def run(decay, start, feed):
+        def step(i, stored):
+            x = decay * moments.dequantize(stored, signed=signed) + (1 - decay) * feed
+            return rounder(dtype, signed)(x, i)
 
-        return jax.lax.fori_loop(0, n, step, once(start, n))
+        return jax.lax.fori_loop(0, 400, step, rounder(dtype, signed)(start, 400))
 
-    x64, by_nearest = start.astype(np.float64), nearest(start + np.float32(1e-30), dtype, signed=signed)
-    for i in range(n):
-        x64 = decay * x64 + (1 - decay) * feed
-        if i < 100:
-            by_nearest = nearest((decay * by_nearest + (1 - decay) * feed).astype(np.float32), dtype, signed=signed)
-            after_100 = x64
-    ours = worth(run(start, feed), signed)
-    assert abs(np.mean(ours) / np.mean(x64) - 1) < 0.01
-    if signal == "decaying" and dtype == "bfloat16":
-        np.testing.assert_allclose(by_nearest, nearest(start, dtype, signed=signed), rtol=1e-2)  # does not move
-        assert np.mean(after_100) < 0.92 * np.mean(by_nearest)
+    return run
+
+
+def average_in_float64(start: np.ndarray, feed: np.ndarray) -> np.ndarray:
+    decay = 0.999**400
+    return decay * start.astype(np.float64) + (1 - decay) * feed
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("signed", [True, False])
-def test_round_to_nearest_stands_still(dtype, signed):
-    """Beside a neighbour that holds the scale, an element whose signal has moved stays what it was; ours moves."""
-    start = np.full(SHAPE, 0.5, np.float32)
-    start[:, 0] = 1.0
-    feed = np.full(SHAPE, 0.25, np.float32)
-    feed[:, 0] = 1.0
-    held, by_nearest, exact = start, nearest(start, dtype, signed=signed), start.astype(np.float64)
-    first = by_nearest
-    for i in range(200):
-        stored = rounder(dtype, signed)(np.float32(0.999) * held + np.float32(0.001) * feed, i)
-        held = np.asarray(moments.dequantize(stored, signed=signed))
-        by_nearest = nearest((0.999 * by_nearest + 0.001 * feed).astype(np.float32), dtype, signed=signed)
-        exact = 0.999 * exact + 0.001 * feed
-    assert_exact(by_nearest, first)
-    assert exact[0, 1] < 0.96 * start[0, 1]
-    assert abs(np.mean(held[:, 1:]) - exact[0, 1]) < 0.01
+@each_format
+def test_averages_follow(dtype, signed):
+    """On average over elements. To nearest, one of a constant would stop far below it, one of zeros far above."""
+    g, zeros = np.random.default_rng(2).uniform(0.5, 1.0, SHAPE).astype(np.float32), np.zeros(SHAPE, np.float32)
+    for start, feed in ((zeros, g), (g, zeros)):
+        ours = worth(averaged(dtype, signed)(0.999, start, feed), signed)
+        assert abs(np.mean(ours) / np.mean(average_in_float64(start, feed)) - 1) < 0.01
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize(("dtype", "signed"), [("int8", True), ("float8_e4m3fn", False), ("float8_e5m2", True)])
+def test_an_average_beside_one_that_holds_the_scale_follows(dtype, signed):
+    """Rounded to nearest, it would stay what it was: its steps are smaller than half of the spacing of codes."""
+    start, feed = np.full(SHAPE, 0.5, np.float32), np.full(SHAPE, 0.25, np.float32)
+    start[:, 0] = feed[:, 0] = 1.0
+    ours = worth(averaged(dtype, signed)(0.999, start, feed), signed)
+    exact = average_in_float64(start, feed)[0, 1]
+    assert exact < 0.96 * 0.5 and abs(np.mean(ours[:, 1:]) - exact) < 0.01
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
@@ -207,7 +151,7 @@ def test_what_is_positive_stays_so(dtype):
     """Down to 10^-30 of the largest of its group; and zero stays zero, for either sign of moment."""
     x = np.logspace(0, -30, SHAPE[1], dtype=np.float32)[None].repeat(SHAPE[0], 0)
     x[:, -1] = 0.0
-    for step in range(5):
+    for step in range(2):
         codes = np.asarray(rounder(dtype, False)(x, step).codes).astype(np.float32)
         assert np.all(codes[:, :-1] > 0)
         assert np.all(codes[:, -1] == 0)
@@ -240,19 +184,21 @@ def test_an_unknown_dtype():
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 
+low_bits, high_bits = jax.jit(moments.low_bits), jax.jit(moments.high_bits)
+
+
 def test_noise_is_the_same_everywhere_and_nowhere_twice():
     index = moments.flat_index((64, 64))
     assert_exact(index.reshape(-1), np.arange(4096, dtype=np.int32))
-    bits = {
-        (leaf, step): np.asarray(moments.noise(index, float(leaf), step)) for leaf in range(4) for step in range(1, 5)
-    }
-    assert_exact(jax.jit(moments.noise)(index, 2.0, 3.0), bits[2, 3])
+    noise = jax.jit(moments.noise)
+    bits = {(leaf, step): np.asarray(noise(index, float(leaf), step)) for leaf in range(3) for step in range(1, 4)}
+    assert_exact(moments.noise(index, 2.0, 3), bits[2, 3])
     for i, (a, x) in enumerate(bits.items()):
         assert np.unique(x).size == x.size  # a bijection of the index
         for b, y in list(bits.items())[:i]:
             assert np.mean(x == y) < 1e-3, (a, b)
-            for half in (moments.low_bits, moments.high_bits):
-                u, v = (np.asarray(half(jnp.asarray(z))).reshape(-1) / 65535 for z in (x, y))
+            for half in (low_bits, high_bits):
+                u, v = (np.asarray(half(z)).reshape(-1) / 65535 for z in (x, y))
                 assert abs(np.corrcoef(u, v)[0, 1]) < 0.08, (a, b)  # 5 standard errors of 4096
 
 
@@ -295,31 +241,25 @@ def assert_splits(x: np.ndarray) -> None:
 
 
 def test_split_and_join():
-    assert_splits(floats(BITS))
     rng = np.random.default_rng(0)
-    assert_splits(floats(rng.integers(0, LARGEST + 1, 1 << 16)))
-    assert_splits(floats(rng.integers(0, 1 << 23, 1 << 12)))  # subnormals
-    assert_splits(floats((rng.integers(0, 0x7F7F, 1 << 12) << 16) + 0x8000))  # ties
-
-
-@given(st.lists(st.integers(0, LARGEST), min_size=16, max_size=16))
-def test_split_and_join_any(bits):
-    assert_splits(floats(bits))
+    subnormals = rng.integers(0, 1 << 23, 1 << 12)
+    ties = (rng.integers(0, 0x7F7F, 1 << 12) << 16) + 0x8000
+    assert_splits(floats(np.concatenate([BITS, rng.integers(0, LARGEST + 1, 1 << 16), subnormals, ties])))
 
 
 def test_masters_of_24_bits():
     """Half a unit of 2^8 in the last place, the param the nearest bfloat16 of what is left; splitting it again is
     exact."""
     rng = np.random.default_rng(1)
-    for x in (floats(BITS), floats(rng.integers(0, LARGEST + 1, 1 << 16)), floats(rng.integers(0, 1 << 23, 1 << 12))):
-        param, remainder = split8(x)
-        assert (param.dtype, remainder.dtype) == (jnp.bfloat16, jnp.int8)
-        master = np.asarray(join(param, remainder))
-        assert_exact(oracles.joined(param, remainder), master)
-        error = np.abs(master.view(np.uint32).astype(np.int64) - x.view(np.uint32).astype(np.int64))
-        beyond = np.abs(x.view(np.int32) & 0x7FFFFFFF) > 0x7F7F7F80  # what would round to beyond the range
-        assert error[~beyond].max() <= 128 and np.all(error[beyond] <= 255)
-        assert_exact(split8(master), (param, remainder))
+    x = floats(np.concatenate([BITS, rng.integers(0, LARGEST + 1, 1 << 16), rng.integers(0, 1 << 23, 1 << 12)]))
+    param, remainder = split8(x)
+    assert (param.dtype, remainder.dtype) == (jnp.bfloat16, jnp.int8)
+    master = np.asarray(join(param, remainder))
+    assert_exact(oracles.joined(param, remainder), master)
+    error = np.abs(master.view(np.uint32).astype(np.int64) - x.view(np.uint32).astype(np.int64))
+    beyond = np.abs(x.view(np.int32) & 0x7FFFFFFF) > 0x7F7F7F80  # what would round to beyond the range
+    assert error[~beyond].max() <= 128 and np.all(error[beyond] <= 255)
+    assert_exact(split8(master), (param, remainder))
 
 
 def test_masters_of_24_bits_are_right_on_average():

@@ -35,7 +35,7 @@ def both():
     return jax.jit(f)
 
 
-@pytest.mark.thorough(6)
+@pytest.mark.thorough(4)
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 @pytest.mark.parametrize("case", CASES)
 def test_both_are_numpys(platform, case):
@@ -49,10 +49,12 @@ def test_both_are_numpys(platform, case):
 
 
 def test_flags_of_other_dtypes():
-    found = jax.jit(lambda x: reductions.any_nonfinite([x]))
+    is_nonfinite = jax.jit(lambda x: reductions.any_nonfinite([x]))
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float8_e5m2, jnp.complex64):
-        x = jnp.ones(5, dtype)
-        assert not found(x) and found(x.at[2].set(jnp.asarray(np.inf, dtype)))
+        x = np.ones(5, dtype)
+        assert not is_nonfinite(x)
+        x[2] = np.inf
+        assert is_nonfinite(x)
 
 
 def test_on_a_gpu_the_norm_and_the_flag_of_a_gradient_are_one_sum():
@@ -72,9 +74,8 @@ def test_the_sum_of_squares_has_a_gradient_on_a_gpu():
     assert_exact(slope, jnp.array([2.0, -6.0]))
 
 
-@pytest.mark.thorough(9)
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.thorough(5)
+@pytest.mark.parametrize(("platform", "dtype"), [("cpu", jnp.float16), ("tpu", jnp.float32), ("cuda", jnp.bfloat16)])
 @pytest.mark.parametrize("case", CASES)
 def test_the_largest_magnitude_is_numpys(platform, dtype, case):
     with np.errstate(over="ignore"):
@@ -91,9 +92,10 @@ def test_the_largest_magnitude_is_numpys(platform, dtype, case):
         assert_close(largest, np.float32(expected if expected < np.inf else np.inf), atol=smallest)
 
 
-@pytest.mark.thorough(6)
-@pytest.mark.parametrize("size", [1, 2**14 - 1, 2**14, 2**14 + 1, 3 * 5 * 7 * 211])
-@pytest.mark.parametrize("count", [1, 3, 17])
+@pytest.mark.thorough(3)
+@pytest.mark.parametrize(
+    ("count", "size"), [(17, 1), (1, 2**14 - 1), (17, 2**14), (1, 2**14 + 1), (3, 2**14 + 1), (17, 3 * 5 * 7 * 211)]
+)
 def test_no_number_is_overlooked(size, count):
     """Arrays are joined with others of their size, or cut into parts that are; the last part may overlap."""
     find = jax.jit(lambda xs: reductions.unusable_and_largest(xs, None))
@@ -110,17 +112,18 @@ def test_no_number_is_overlooked(size, count):
 def test_on_a_cpu_a_few_arrays_or_parts_are_joined():
     """Where no devices share them: sixteen of one size in a loop, all small ones in one more, then what these found."""
     flag = jax.jit(lambda *xs: reductions.any_unusable(xs))
-    alike, others = [jnp.ones((64, 64))] * 17, [jnp.ones((4, 9)), jnp.ones(2**15), jnp.ones(3), jnp.ones(())]
-    text = flag.lower(*alike, *others).as_text("hlo")
+    shapes = [(64, 64)] * 17 + [(4, 9), (2**15,), (3,), ()]
+    arrays = [np.ones(shape, np.float32) for shape in shapes]
+    text = flag.lower(*arrays).as_text("hlo")
     assert text.count(" reduce(") == 2 + 1 + 1 + 1
     assert text.count(" slice(") >= 16  # of the large one
     for i in (0, 7, 16, 17, 18, 19, 20):
-        xs = [*alike, *others]
-        xs[i] = xs[i].reshape(-1).at[-1].set(jnp.nan).reshape(xs[i].shape)
+        xs = [x.copy() for x in arrays]
+        xs[i].reshape(-1)[-1] = np.nan
         assert flag(*xs)
-    assert not flag(*alike, *others)
+    assert not flag(*arrays)
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
-    split = jax.device_put(alike, NamedSharding(mesh, P("d")))
+    split = jax.device_put(arrays[:17], NamedSharding(mesh, P("d")))
     assert flag.lower(*split).as_text("hlo").count(" reduce(") == 17
     assert not flag(*split)
 

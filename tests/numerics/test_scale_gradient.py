@@ -10,7 +10,7 @@ import jaxmp
 from helpers import assert_exact, assert_moved
 from regimes import AXIS, DEVICES, mesh_of
 
-F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+F16, F32 = jnp.float16, jnp.float32
 # Small multiples of 1/4: all sums and products below are exact in float32, in whatever order XLA makes them.
 X = (np.arange(12, dtype=np.float32).reshape(4, 3) - 5) / 4
 W = (np.arange(9, dtype=np.float32).reshape(3, 3) - 4) / 4
@@ -27,8 +27,7 @@ def loss(f):
     return lambda w, x: jnp.sum(f(w, x).astype(F32) ** 2)
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize("dtype", [F16, F32], ids=lambda d: jnp.dtype(d).name)
 def test_forward_is_the_identity_and_backward_the_factor(dtype):
     x = jnp.asarray(X, dtype)
     y, back = jax.vjp(lambda x: jaxmp.scale_gradient(x, 0.3), x)
@@ -44,33 +43,26 @@ def test_an_overflow_is_inf_and_an_underflow_of_the_factor_is_not_one_of_the_pro
     assert_exact(back(jnp.array([2.0**10], F16))[0], jnp.array([2.0**-20], F16))
 
 
-def wrap_scan(f):
-    def scanned(w, x):
-        return jax.lax.scan(lambda c, row: (c, f(w, row[None])[0]), 0.0, x)[1]
-
-    return scanned
-
-
 WRAPPED = {
     "plain": lambda f: f,
     "vmap": lambda f: lambda w, x: jax.vmap(lambda row: f(w, row[None])[0])(x),
-    "scan": wrap_scan,
+    "scan": lambda f: lambda w, x: jax.lax.map(lambda row: f(w, row[None])[0], x),
     "remat": jax.checkpoint,
 }
 
 
 @pytest.mark.thorough(2)
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
-@pytest.mark.parametrize("traced", [False, True], ids=["number", "traced"])
-def test_a_pair_of_powers_of_two_round_a_block_changes_no_bit(wrap, traced):
-    w, x = jnp.asarray(W), jnp.asarray(X)
-    plain = jax.jit(jax.grad(loss(wrap(block)), (0, 1)))(w, x)
+def test_a_pair_of_powers_of_two_round_a_block_changes_no_bit(wrap):
+    """A number, and a traced one."""
 
-    def scaled(w, x, s):
-        return jax.grad(loss(wrap(lambda w, x: block(w, x, s))), (0, 1))(w, x)
+    def scaled(s):
+        return jax.grad(loss(wrap(lambda w, x: block(w, x, s))), (0, 1))
 
-    got = jax.jit(scaled)(w, x, 1024.0) if traced else jax.jit(lambda w, x: scaled(w, x, 1024.0))(w, x)
-    assert_exact(got, plain)
+    run = jax.jit(lambda w, x, s: (scaled(1024.0)(w, x), scaled(s)(w, x), jax.grad(loss(wrap(block)), (0, 1))(w, x)))
+    by_number, by_traced, plain = run(W, X, 1024.0)
+    assert_exact(by_number, plain)
+    assert_exact(by_traced, plain)
 
 
 def test_a_block_that_underflows_in_float16_does_not_with_a_pair():

@@ -142,16 +142,13 @@ def test_one_inf_freezes_flax_for_the_whole_history():
 
 @pytest.mark.thorough(0)
 def test_flax_averages_amaxes_over_devices():
-    devices = 2
-    model = Net(THEIRS)
-    x, y = batch(0)
-    variables = variables_of(THEIRS)
+    model, variables, (x, y) = Net(THEIRS), variables_of(THEIRS), batch(0)
     xs, ys = np.stack([x, 100 * x]), np.stack([y, y])
 
     def theirs(x, y):
         return jax.lax.pmean(jax.grad(lambda v: squared_error(model, v, x, y))(variables), "devices")
 
-    spread = functools.partial(jax.pmap, axis_name="devices", devices=jax.devices()[:devices])
+    spread = functools.partial(jax.pmap, axis_name="devices", devices=jax.devices()[:2])
     averaged = jax.tree.map(lambda v: v[0], jax.block_until_ready(spread(theirs)(xs, ys)))
     largest = float(jnp.max(jnp.abs(x.astype(jnp.bfloat16))))
     assert flax_amaxes(averaged)["input"] == pytest.approx(50.5 * largest, rel=2.0**-7)  # the peer

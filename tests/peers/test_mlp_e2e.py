@@ -103,11 +103,19 @@ def tolerance(case: dict) -> float:
     return 5e-3 if case["dtype"] == "torch.bfloat16" else 1e-3
 
 
+def assert_ends_there(case: dict, params: dict, masters: dict, in_float32: tuple[str, ...]) -> None:
+    """Masters as theirs in the end; `in_float32` names the params in float32."""
+    for name in PARAMS:
+        master = ARRAYS.get(f"{case['name']}_final_main_{name}", ARRAYS[f"{case['name']}_final_{name}"])
+        assert_close(masters[name], master, atol=2e-2 if case["dtype"] == "torch.bfloat16" else 1e-3)
+        assert params[name].dtype.name == ("float32" if name in in_float32 else case["dtype"].removeprefix("torch."))
+
+
 @pytest.mark.thorough(0)
 @pytest.mark.parametrize("case", ORACLE["megatron"], ids=name_of)
 def test_megatron(case):
     """Skips and scales are exact at every step, also where the overflow is float16's own."""
-    loss, used, metrics, _, _ = trained("megatron", case["name"])
+    loss, used, metrics, params, masters = trained("megatron", case["name"])
     assert_exact(used, column(case, 1))
     assert_exact(metrics["skipped"], ~column(case, 2, bool))
     assert_exact(metrics["loss_scale"], column(case, 5))
@@ -115,6 +123,7 @@ def test_megatron(case):
     taken = column(case, 2, bool)
     assert_close(metrics["grad_norm"][taken], column(case, 3)[taken], rtol=5 * tolerance(case))
     assert_exact(metrics["skipped_steps"][-1], int(np.sum(~taken)))
+    assert_ends_there(case, params, masters, ("g",) * case["ln_gain_fp32"])
 
 
 @pytest.mark.thorough(1)
@@ -129,23 +138,10 @@ def test_torch_amp(case):
         assert_exact(metrics["growth_count"], column(case, 5, np.int32))
     assert_close(loss, column(case, 0), atol=tolerance(case))
     assert_moved(masters, params)
+    assert_ends_there(case, params, masters, tuple(PARAMS))
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize(
-    "system, case",
-    [(system, case) for system in ("megatron", "torch_amp") for case in ORACLE[system]],
-    ids=lambda x: x if isinstance(x, str) else x["name"],
-)
-def test_where_training_ends(system, case):
-    *_, params, masters = trained(system, case["name"])
-    for name in PARAMS:
-        master = ARRAYS.get(f"{case['name']}_final_main_{name}", ARRAYS[f"{case['name']}_final_{name}"])
-        assert_close(masters[name], master, atol=2e-2 if case["dtype"] == "torch.bfloat16" else 1e-3)
-        kept = system == "torch_amp" or (name == "g" and case["ln_gain_fp32"])
-        assert params[name].dtype.name == ("float32" if kept else case["dtype"].removeprefix("torch."))
-
-
 def test_fp32_baseline():
     baseline = ORACLE["fp32_baseline"]
     arguments = {"policy": jaxmp.get_policy("fp32"), "preset": None, "rule": {}, "max_norm": 1.0, "accumulate": 1}

@@ -27,63 +27,73 @@ INF, NAN = float("inf"), float("nan")
 
 
 def half(*values):
-    return jnp.array(values, jnp.float16)
+    return np.array(values, np.float16)
 
 
 def all_finite(tree):
     return all(np.all(np.isfinite(np.asarray(x, np.float64))) for x in jax.tree.leaves(tree))
 
 
-def scales_after(tx, params, gradients):
-    """The loss scale after each of `gradients`, through the public chain."""
-    state, scales = tx.init(params), []
+def product(p, x):
+    """A float32 loss whose gradient with respect to `p` is `x`."""
+    return jnp.sum(p * x).astype(jnp.float32)
+
+
+def after_each(tx, params, gradients):
+    """(params, loss scale) after each of some gradients, through the public chain."""
+    state, seen = tx.init(params), []
     step = jax.jit(functools.partial(jaxmp.apply_gradients, tx))
     for g in gradients:
-        params, state = step(jnp.full_like(params, g), state, params)
-        scales.append(float(jaxmp.get_loss_scale(state)))
-    return scales
+        params, state = step(np.full(params.shape, g, params.dtype), state, params)
+        seen.append((float(params[0]), float(jaxmp.get_loss_scale(state))))
+    return *zip(*seen, strict=True), state
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def scales_after(loss_scale, gradients):
+    tx = jaxmp.mixed_precision(optax.sgd(0.0), "fp16", loss_scale=loss_scale)
+    return list(after_each(tx, half(1.0), gradients)[1])
+
+
 # jmp
 
 
 def test_jmp_loses_its_floor_in_a_pytree_round_trip():
-    theirs, seen = jmp.DynamicLossScale(jnp.float32(8.0), min_loss_scale=jnp.float32(8.0)), []
+    make = functools.partial(jmp.DynamicLossScale, np.float32(8.0), min_loss_scale=np.float32(8.0))
+    theirs, scales = make(), []
     adjust = jax.jit(lambda scaler: scaler.adjust(jnp.array(False)))
     for _ in range(3):
         theirs = adjust(theirs)
-        seen.append(float(theirs.loss_scale))
-    assert seen == [8.0, 4.0, 2.0] or seen == [4.0, 2.0, 1.0]  # the peer
-    same = jmp.DynamicLossScale(jnp.float32(8.0), min_loss_scale=jnp.float32(8.0))
-    for ours in (same, jaxmp.DynamicLossScale(8.0, min_scale=8.0, hysteresis=1)):
-        tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=ours)
-        assert scales_after(tx, half(1.0), [INF] * 3) == [8.0] * 3
+        scales.append(float(theirs.loss_scale))
+    assert scales == [8.0, 4.0, 2.0] or scales == [4.0, 2.0, 1.0]  # the peer
+    for ours in (make(), jaxmp.DynamicLossScale(8.0, min_scale=8.0, hysteresis=1)):
+        assert scales_after(ours, [INF] * 3) == [8.0] * 3
 
 
 def test_jmp_fails_on_overflow_with_the_scale_of_its_readme():
     readme = jmp.DynamicLossScale(jnp.float16(2.0**15))
     with pytest.raises(TypeError, match="select"):
         readme.adjust(jnp.array(False))  # the peer
-    tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=readme)
-    assert scales_after(tx, half(1.0), [1.0, INF]) == [2.0**15, 2.0**14]
-    assert_exact(jaxmp.get_loss_scale(tx.init(half(1.0))), jnp.float32(2.0**15))
+    assert scales_after(readme, [1.0, INF]) == [2.0**15, 2.0**14]
+    state = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=readme).init(half(1.0))
+    assert_exact(jaxmp.get_loss_scale(state), np.float32(2.0**15))
 
 
 def test_jmp_selects_params_only_and_adam_is_poisoned():
     """README's recipe: the optimizer has run on inf, so that the next good step makes NaN of the params."""
-    adam, params = optax.adam(0.1), jnp.array([1.0])
+    adam, params = optax.adam(0.1), np.ones(1, np.float32)
     state = adam.init(params)
-    for g in (INF, 1.0):
-        grads = jnp.array([g])
+
+    @jax.jit
+    def theirs(params, state, grads):
         updates, state = adam.update(grads, state, params)
-        params = jmp.select_tree(jmp.all_finite(grads), optax.apply_updates(params, updates), params)
-    assert np.isnan(params).all()  # the peer
-    tx = jaxmp.mixed_precision(optax.adam(0.1), "fp16", loss_scale=1.0)
-    ours, state = half(1.0), tx.init(half(1.0))
+        return jmp.select_tree(jmp.all_finite(grads), optax.apply_updates(params, updates), params), state
+
     for g in (INF, 1.0):
-        ours, state = jaxmp.apply_gradients(tx, half(g), state, ours)
-    assert_close(ours, half(0.9), atol=1e-3)
+        params, state = theirs(params, state, np.float32([g]))
+    assert np.isnan(params).all()  # the peer
+    tx = jaxmp.mixed_precision(adam, "fp16", loss_scale=1.0)
+    params, _, state = after_each(tx, half(1.0), (INF, 1.0))
+    assert params[1] == pytest.approx(0.9, abs=1e-3)
     assert int(optax.tree.get(state, "count")) == 1
 
 
@@ -100,14 +110,14 @@ def test_jmp_retraces_for_each_value_of_a_static_scale():
             scaled(make(value))
         return len(traces)
 
-    hashable = lambda value: jmp.StaticLossScale(value)  # noqa: E731  (with an array it is not even hashable)
-    assert traces_of(hashable, lambda s: s.scale(jnp.ones(()))) == 3  # the peer
+    def state_of(value):
+        return jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=value).init(half(1.0))
+
+    assert traces_of(jmp.StaticLossScale, lambda s: s.scale(jnp.ones(()))) == 3  # the peer; no array: not hashable
     assert traces_of(static.StaticLossScale, lambda s: s.scale(jnp.ones(()))) == 1
-    state_of = lambda value: jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=value).init(half(1.0))  # noqa: E731
     assert traces_of(state_of, jaxmp.get_loss_scale) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # flax's DynamicScale
 
 
@@ -134,14 +144,13 @@ def test_flax_grows_one_step_late():
         scale = scale.value_and_grad(lambda p: p)(1.0).dynamic_scale
         theirs.append(float(scale.scale))
     assert theirs == [8.0, 8.0, 16.0, 16.0]  # the peer
-    tx = jaxmp.mixed_precision(optax.sgd(0.0), "fp16", loss_scale=jaxmp.DynamicLossScale(8.0, growth_interval=2))
-    assert scales_after(tx, half(1.0), [1.0] * 4) == [8.0, 16.0, 16.0, 32.0]
+    assert scales_after(jaxmp.DynamicLossScale(8.0, growth_interval=2), [1.0] * 4) == [8.0, 16.0, 16.0, 32.0]
 
 
 def test_flax_stands_still_in_silence_after_many_overflows():
     """200 NaN steps: flax's scale is 1e-38, at which the gradient of the next good step is 0 and counts as finite."""
     scale, params = DynamicScale(scale=jnp.float32(65536.0)), half(1.0)
-    backward = jax.jit(lambda scale, p, x: scale.value_and_grad(lambda p: jnp.sum(p * x).astype(jnp.float32))(p))
+    backward = jax.jit(lambda scale, p, x: scale.value_and_grad(product)(p, x))
     for _ in range(200):
         scale = backward(scale, params, half(NAN)).dynamic_scale
     good = backward(scale, params, half(1.0))
@@ -152,7 +161,7 @@ def test_flax_stands_still_in_silence_after_many_overflows():
 
     @jax.jit
     def step(params, state, x):
-        _, grads = jaxmp.value_and_grad(lambda p: jnp.sum(p * x).astype(jnp.float32))(params, opt_state=state)
+        _, grads = jaxmp.value_and_grad(product)(params, x, opt_state=state)
         return jaxmp.apply_gradients(tx, grads, state, params)
 
     for _ in range(200):
@@ -166,49 +175,45 @@ def test_flax_stands_still_in_silence_after_many_overflows():
 
 def test_flax_diverges_under_pmap_without_an_axis_name():
     """One device overflows: flax skips there alone, and from then on scales and params differ."""
-    devices = jax.devices()[:2]
-    x = jnp.array([[1.0], [INF]], jnp.float16)
+    x = np.array([[1.0], [INF]], np.float16)
+    on_two = functools.partial(jax.pmap, devices=jax.devices()[:2], in_axes=(None, None, 0), axis_name="data")
 
-    @functools.partial(jax.pmap, devices=devices, in_axes=(None, None, 0), axis_name="data")
+    @on_two
     def theirs(scale, p, x):
-        scale, finite, _, grad = scale.value_and_grad(lambda p: jnp.sum(p * x).astype(jnp.float32))(p)
+        scale, finite, _, grad = scale.value_and_grad(product)(p, x)
         return scale.scale, jnp.where(finite, p - grad.astype(p.dtype), p)
 
-    scales, params = theirs(DynamicScale(scale=jnp.float32(8.0)), half(1.0), x)
+    scales, params = map(np.asarray, theirs(DynamicScale(scale=jnp.float32(8.0)), half(1.0), x))
     assert scales[0] != scales[1] and params[0] != params[1]  # the peer
 
     tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=jaxmp.DynamicLossScale(8.0, hysteresis=1))
 
-    @functools.partial(jax.pmap, devices=devices, in_axes=(None, None, 0), axis_name="data")
+    @on_two
     def ours(p, state, x):
-        _, grads = jaxmp.value_and_grad(lambda p: jnp.sum(p * x).astype(jnp.float32))(p, opt_state=state)
+        _, grads = jaxmp.value_and_grad(product)(p, x, opt_state=state)
         return jaxmp.apply_gradients(tx, grads, state, p)
 
     params, state = ours(half(1.0), tx.init(half(1.0)), x)
-    assert_exact(params, jnp.ones((2, 1), jnp.float16))
-    assert_exact(jaxmp.get_loss_scale(state), jnp.full(2, 4.0))
+    assert_exact(params, np.ones((2, 1), np.float16))
+    assert_exact(jaxmp.get_loss_scale(state), np.full(2, 4.0, np.float32))
 
 
 @pytest.mark.thorough(0)
 def test_flax_multiplies_gradients_by_the_devices_under_shard_map():
     """check_vma=True: autodiff has summed the gradient over the mesh before flax takes its mean."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    shard = functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    x = jnp.ones(2)
-
-    @shard
-    def theirs(p, x):
-        return DynamicScale(scale=jnp.float32(8.0)).value_and_grad(lambda p: jnp.sum(p * x), axis_name="data")(p).grad
-
-    assert float(theirs(jnp.float32(1.0), x)) == 2.0  # the peer: the mean of 1 and 1
+    on_two = functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     state = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=8.0).init(jnp.float32(1.0))
 
-    @shard
+    def theirs(p, x):
+        return DynamicScale(scale=jnp.float32(8.0)).value_and_grad(product, axis_name="data")(p, x).grad
+
     def ours(p, x):
-        _, grads = jaxmp.value_and_grad(lambda p: jnp.sum(p * x))(p, opt_state=state)
+        _, grads = jaxmp.value_and_grad(product)(p, x, opt_state=state)
         return jax.lax.pmean(grads, "data") / 8.0
 
-    assert float(ours(jnp.float32(1.0), x)) == 1.0
+    grads = [float(jax.jit(on_two(grad))(np.float32(1.0), np.ones(2, np.float32))) for grad in (theirs, ours)]
+    assert grads == [2.0, 1.0]  # the mean of 1 and 1: the peer's, ours
 
 
 class WithBatchNorm(nn.Module):
@@ -230,7 +235,7 @@ class OurState(jaxmp.linen.TrainState):
 def test_flax_keeps_the_statistics_of_a_skipped_step():
     """inf in BatchNorm's statistics, and a `step` that moves on while the optimizer's count does not."""
     model = WithBatchNorm()
-    good, bad = jnp.ones((2, 3)) * jnp.array([[1.0], [2.0]]), jnp.full((2, 3), 1e30)
+    good, bad = np.float32([[1.0] * 3, [2.0] * 3]), np.full((2, 3), 1e30, np.float32)
     variables = jax.jit(model.init)(jax.random.key(0), good)
     sgd = optax.sgd(optax.constant_schedule(0.1))  # with a count
 
@@ -283,21 +288,25 @@ def test_flax_scale_fails_on_nnx_modules_with_dropout_or_batch_norm():
     def loss_fn(model, x):
         return jnp.mean((model(x) - x) ** 2)
 
-    x = jnp.array([[1.0, 2.0], [3.0, 5.0], [4.0, 1.0]])
+    x = np.float32([[1.0, 2.0], [3.0, 5.0], [4.0, 1.0]])
     model = WithDropout(nnx.Rngs(0))
     with pytest.raises(TypeError):
         DynamicScale().value_and_grad(loss_fn)(model, x)  # the peer: integer leaves of the rngs
     optimizer = nnx.Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "fp16", loss_scale=8.0), wrt=nnx.Param)
     jaxmp.nnx.cast_to_param(model, "fp16")
     before, mean = model.dense.kernel[...], model.norm.mean[...]
-    _, grads = jaxmp.nnx.value_and_grad(loss_fn, policy="fp16")(model, x, opt_state=optimizer.opt_state)
-    optimizer.update(model, grads)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        _, grads = jaxmp.nnx.value_and_grad(loss_fn, policy="fp16")(model, x, opt_state=optimizer.opt_state)
+        optimizer.update(model, grads)
+
+    step(model, optimizer, x)
     assert model.dense.kernel[...].dtype == jnp.float16
     assert not np.array_equal(model.dense.kernel[...], before)
     assert not np.array_equal(model.norm.mean[...], mean)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # optax
 
 
@@ -308,12 +317,12 @@ def update_and_apply(tx, grads, state, params):
 
 def run_microbatches(tx, sequence, step=jaxmp.apply_gradients):
     """Params after each microbatch of scaled float16 gradients; the scale is 4."""
-    params, state, out = half(1.0), tx.init(jnp.array([1.0])), []
+    params, state, values = half(1.0), tx.init(np.ones(1, np.float32)), []
     step = jax.jit(functools.partial(step, tx))
     for g in sequence:
         params, state = step(half(4 * g), state, params)
-        out.append(float(params[0]))
-    return out, state
+        values.append(float(params[0]))
+    return values, state
 
 
 NAN_MICROBATCH = [0.25, NAN, 0.5, 0.125, 0.125]  # with windows of two good ones: 1 - 0.375, then - 0.125
@@ -326,10 +335,10 @@ def mixed(inner):
 def test_optax_multisteps_is_poisoned_for_ever_by_one_nan_microbatch():
     """0 * NaN: the accumulator is never clean again, and no update of its windows can be taken."""
     plain = optax.MultiSteps(optax.sgd(1.0), 2)
-    params, state = jnp.array([1.0]), plain.init(jnp.array([1.0]))
+    params, state = np.ones(1, np.float32), plain.init(np.ones(1, np.float32))
+    step = jax.jit(functools.partial(update_and_apply, plain))
     for g in NAN_MICROBATCH:
-        updates, state = plain.update(jnp.array([g]), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = step(np.float32([g]), state, params)
     assert np.isnan(params).all() and np.isnan(state.acc_grads).all()  # the peer
     outside = optax.MultiSteps(mixed(optax.sgd(1.0)), 2).gradient_transformation()
     with pytest.raises(ValueError, match=r"around the whole optimizer; got MultiStepsState.* goes inside"):
@@ -357,80 +366,50 @@ def test_multisteps_outside_survives_with_skip_not_finite():
 
 def test_optax_multisteps_casts_its_accumulator_back_to_float16():
     """Two microbatches of 40000, summed: inf in float16, and 80000 where gradients are unscaled to float32 first."""
-    plain = optax.MultiSteps(optax.sgd(2.0**-10), 2, use_grad_mean=False)
-    params = half(100.0)
-    state = plain.init(params)
+    plain, params = optax.MultiSteps(optax.sgd(2.0**-10), 2, use_grad_mean=False), half(100.0)
+    state, update = plain.init(params), jax.jit(plain.update)
     for _ in range(2):
-        updates, state = plain.update(half(40000.0), state, params)
+        updates, state = update(half(40000.0), state, params)
     assert not np.isfinite(np.asarray(updates)).any()  # the peer
-    tx = jaxmp.mixed_precision(optax.MultiSteps(optax.sgd(2.0**-10), 2, use_grad_mean=False), "fp16", loss_scale=1.0)
-    state = tx.init(params)
-    for _ in range(2):
-        params, state = jaxmp.apply_gradients(tx, half(40000.0), state, params)
-    assert_exact(params, half(100.0 - 80000 / 1024))
+    params, _, state = after_each(jaxmp.mixed_precision(plain, "fp16", loss_scale=1.0), params, [40000.0] * 2)
+    assert params[1] == half(100.0 - 80000 / 1024)[0]
     assert int(jaxmp.get_metrics(state)["skipped_steps"]) == 0
-
-
-def test_accumulation_in_value_and_grad_has_one_decision_for_the_window():
-    """The way that needs no wrapper: float32 sums, one scale, one skip."""
-    tx = mixed(optax.sgd(1.0))
-    params, state = half(1.0), tx.init(jnp.array([1.0]))
-
-    def loss_fn(params, x):
-        return jnp.mean((params * x).astype(jnp.float32))
-
-    step = jaxmp.value_and_grad(loss_fn, accumulate=2)
-    _, grads = step(params, half(0.25, NAN), opt_state=state)
-    same, state = jaxmp.apply_gradients(tx, grads, state, params)
-    assert_moved(same, params)
-    _, grads = step(params, half(0.25, 0.5), opt_state=state)
-    assert grads.dtype == jnp.float32
-    params, state = jaxmp.apply_gradients(tx, grads, state, params)
-    assert_exact(params, half(0.625))
 
 
 def test_optax_apply_if_finite_gives_up_and_writes_nan():
     theirs = optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=2)
-    params, state = jnp.array([1.0]), theirs.init(jnp.array([1.0]))
+    params = np.ones(1, np.float32)
+    state, step = theirs.init(params), jax.jit(functools.partial(update_and_apply, theirs))
     for _ in range(4):
-        updates, state = theirs.update(jnp.array([NAN]), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = step(np.float32([NAN]), state, params)
     assert np.isnan(params).all()  # the peer
-    tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp32")
-    ours, state = jnp.array([1.0]), tx.init(jnp.array([1.0]))
-    for _ in range(4):
-        ours, state = jaxmp.apply_gradients(tx, jnp.array([NAN]), state, ours)
-    assert_moved(ours, jnp.array([1.0]))
+    ours, _, state = after_each(jaxmp.mixed_precision(optax.sgd(1.0), "fp32"), np.ones(1, np.float32), [NAN] * 4)
+    assert ours == (1.0,) * 4
     with pytest.raises(jaxmp.TrainingStuck):  # whether to stop is the host's choice
         jaxmp.check_progress(state, max_consecutive_skips=4)
 
 
 def test_optax_apply_if_finite_is_not_synchronized():
-    devices, grads = jax.devices()[:2], jnp.array([[1.0], [NAN]])
-
     def moved(tx):
-        params = jnp.array([1.0])
-        update = jax.pmap(tx.update, axis_name="data", devices=devices, in_axes=(0, None, None))
-        updates, _ = update(grads, tx.init(params), params)
-        return optax.apply_updates(jnp.stack([params, params]), updates)[:, 0].tolist()
+        params = np.ones(1, np.float32)
+        update = jax.pmap(tx.update, axis_name="data", devices=jax.devices()[:2], in_axes=(0, None, None))
+        updates, _ = update(np.float32([[1.0], [NAN]]), tx.init(params), params)
+        return (1.0 + np.asarray(updates)[:, 0]).tolist()
 
     assert moved(optax.apply_if_finite(optax.sgd(0.5), 3)) == [0.5, 1.0]  # the peer
     assert moved(jaxmp.mixed_precision(optax.sgd(0.5), "fp32")) == [1.0, 1.0]
 
 
 def test_flax_train_state_does_not_hand_extra_arguments_on():
-    params, grads = {"w": jnp.array([1.0])}, {"w": jnp.array([1.0])}
-    make = functools.partial(dict, apply_fn=None, params=params)
-    theirs = train_state.TrainState.create(**make(tx=optax.polyak_sgd(max_learning_rate=1.0)))
+    params = grads = {"w": np.ones(1, np.float32)}
+    tx = optax.polyak_sgd(max_learning_rate=1.0)
+    theirs = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
     with pytest.raises(TypeError, match="value"):
         theirs.apply_gradients(grads=grads, value=0.25)  # the peer
-    ours = jaxmp.linen.TrainState.create(
-        **make(tx=jaxmp.mixed_precision(optax.polyak_sgd(max_learning_rate=1.0), "fp32"))
-    )
+    ours = jaxmp.linen.TrainState.create(apply_fn=None, params=params, tx=jaxmp.mixed_precision(tx, "fp32"))
     assert_close(ours.apply_gradients(grads=grads, value=0.25).params, {"w": jnp.array([0.75])})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # mpx, DeepSpeed, Keras, MaxText
 
 
@@ -469,12 +448,10 @@ def test_keras_scale_reaches_infinity_and_sticks():
     for _ in range(10):
         theirs = np.float32(math.inf) if theirs > 2.0**126 else theirs * np.float32(2)
     assert theirs * np.float32(0.5) == INF  # the peer
-    scaler = jaxmp.DynamicLossScale(growth_interval=1, hysteresis=1)
-    tx = jaxmp.mixed_precision(optax.sgd(0.0), "fp16", loss_scale=scaler)
-    assert scales_after(tx, half(1.0), [0.0] * 40 + [INF])[-2:] == [2.0**32, 2.0**31]
-    unbounded = jaxmp.DynamicLossScale(2.0**120, growth_interval=1, hysteresis=1, max_scale=float(2.0**127))
-    tx = jaxmp.mixed_precision(optax.sgd(0.0), "fp16", loss_scale=unbounded)
-    assert scales_after(tx, half(1.0), [0.0] * 10 + [INF])[-2:] == [2.0**127, 2.0**126]
+    make = functools.partial(jaxmp.DynamicLossScale, growth_interval=1, hysteresis=1)
+    assert scales_after(make(), [0.0] * 40 + [INF])[-2:] == [2.0**32, 2.0**31]
+    unbounded = make(2.0**120, max_scale=2.0**127)
+    assert scales_after(unbounded, [0.0] * 10 + [INF])[-2:] == [2.0**127, 2.0**126]
 
 
 def test_keras_scale_reaches_zero_and_the_next_clean_step_gives_nan():
@@ -485,13 +462,8 @@ def test_keras_scale_reaches_zero_and_the_next_clean_step_gives_nan():
     with np.errstate(invalid="ignore"):
         assert np.isnan(np.float32(0.0) * theirs / theirs)  # the peer
     tx = jaxmp.mixed_precision(optax.sgd(0.5), "fp16", loss_scale=jaxmp.DynamicLossScale(4.0, hysteresis=1))
-    params, state = half(1.0), tx.init(half(1.0))
-    step = jax.jit(functools.partial(jaxmp.apply_gradients, tx))
-    for _ in range(200):
-        params, state = step(half(INF), state, params)
-    assert_close(jaxmp.get_loss_scale(state), 1.0)
-    params, state = step(half(1.0), state, params)
-    assert_exact(params, half(0.5))
+    params, scales, _ = after_each(tx, half(1.0), [INF] * 200 + [1.0])
+    assert scales[-2] == 1.0 and params[-2:] == (1.0, 0.5)
 
 
 def maxtext_skips(norms, window=3, factor=2.0):
@@ -517,10 +489,6 @@ def test_maxtext_takes_a_nan_while_warming_up_and_then_skips_a_window():
 
     inner = optax.chain(jaxmp.clip_by_global_norm(1e9), optax.sgd(0.125))
     tx = jaxmp.mixed_precision(inner, "fp16", loss_scale=4.0, skip_if=is_spike)
-    params, state, skipped = half(1.0), tx.init(half(1.0)), []
-    for norm in norms:
-        params, state = jaxmp.apply_gradients(tx, half(4 * norm), state, params)
-        skipped.append(bool(jaxmp.get_metrics(state)["skipped"]))
-    assert skipped == [norm != 1.0 for norm in norms]
-    assert_exact(params, half(1.0 - 7 * 0.125))
-    assert_close(jaxmp.get_loss_scale(state), 4.0)
+    params, scales, _ = after_each(tx, half(1.0), [4 * norm for norm in norms])
+    assert params == tuple(1.0 - 0.125 * np.cumsum([norm == 1.0 for norm in norms]))  # skipped where it is another
+    assert scales == (4.0,) * len(norms)

@@ -30,12 +30,33 @@ def loss_fn(params, x, y):
 LOW = jaxmp.autocast(loss_fn, jnp.float16)
 
 
-def plain(update):
-    """The loop in float32: `update(params, grads_of, x, y) -> params`."""
+def plain(loss=loss_fn, clip=None):
+    """The loop in float32."""
+
+    @jax.jit
+    def step(params, x, y):
+        grads = jax.grad(loss)(params, x, y)
+        grads = clip.update(grads, clip.init(params))[0] if clip else grads
+        return jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
+
     params = PARAMS
     for x, y in zip(X, Y, strict=True):
-        params = jax.jit(update)(params, x, y)
+        params = step(params, x, y)
     return params
+
+
+def scaler_step(grad=None):
+    """A step with a GradScaler; `grad(params, scaler, x, y) -> (grads, scaler)`."""
+
+    def step(params, state, scaler, x, y):
+        if grad is None:
+            grads = jax.grad(lambda p: scaler.scale(LOW(p, x, y)))(params)
+        else:
+            grads, scaler = grad(params, scaler, x, y)
+        params, state, scaler = scaler.step(SGD, grads, state, params)
+        return params, state, scaler.update()
+
+    return step
 
 
 def close(params, expected):
@@ -67,60 +88,45 @@ def native(tx, grad=None, **options):
     return params, state
 
 
-def sgd(params, x, y):
-    """A step in float32."""
-    return jax.tree.map(lambda p, g: p - 0.05 * g, params, jax.grad(loss_fn)(params, x, y))
-
-
 def test_typical_training():
-    def by_scaler(params, state, scaler, x, y):
-        grads = jax.grad(lambda p: scaler.scale(LOW(p, x, y)))(params)
-        params, state, scaler = scaler.step(SGD, grads, state, params)
-        return params, state, scaler.update()
-
-    expected = plain(sgd)
-    close(with_scaler(by_scaler)[0], expected)
+    expected = plain()
+    close(with_scaler(scaler_step())[0], expected)
     close(native(jaxmp.mixed_precision(SGD, POLICY))[0], expected)
-    params, scaler = with_scaler(by_scaler, jaxmp.GradScaler(2.0**40, growth_interval=2000))
+    params, scaler = with_scaler(scaler_step(), jaxmp.GradScaler(2.0**40, growth_interval=2000))
     assert 0 < 40 - np.log2(float(scaler.get_scale())) <= 6  # it fell at each overflow
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
 
 
+@pytest.mark.thorough(0)
 def test_clipping_unscaled_gradients():
     clip = optax.clip_by_global_norm(0.1)
 
-    def by_scaler(params, state, scaler, x, y):
-        grads = jax.grad(lambda p: scaler.scale(LOW(p, x, y)))(params)
-        grads, scaler = scaler.unscale(grads)
-        grads, _ = clip.update(grads, clip.init(params))
-        params, state, scaler = scaler.step(SGD, grads, state, params)
-        return params, state, scaler.update()
+    def grad(params, scaler, x, y):
+        grads, scaler = scaler.unscale(jax.grad(lambda p: scaler.scale(LOW(p, x, y)))(params))
+        return clip.update(grads, clip.init(params))[0], scaler
 
-    def update(params, x, y):
-        grads, _ = clip.update(jax.grad(loss_fn)(params, x, y), clip.init(params))
-        return jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
-
-    expected = plain(update)
-    close(with_scaler(by_scaler)[0], expected)
+    expected = plain(clip=clip)
+    close(with_scaler(scaler_step(grad))[0], expected)
     close(native(jaxmp.mixed_precision(optax.chain(clip, SGD), POLICY))[0], expected)
 
 
+@pytest.mark.thorough(0)
 def test_gradient_accumulation():
     k = 4
 
-    def by_scaler(params, state, scaler, x, y):
+    def grad(params, scaler, x, y):
         grads = jax.tree.map(jnp.zeros_like, params)
         for part_x, part_y in zip(jnp.split(x, k), jnp.split(y, k), strict=True):
             new = jax.grad(lambda p, x=part_x, y=part_y: scaler.scale(LOW(p, x, y) / k))(params)
             grads = jax.tree.map(jnp.add, grads, new)
-        params, state, scaler = scaler.step(SGD, grads, state, params)
-        return params, state, scaler.update()
+        return grads, scaler
 
-    expected = plain(sgd)
-    close(with_scaler(by_scaler)[0], expected)
+    expected = plain()
+    close(with_scaler(scaler_step(grad))[0], expected)
     close(native(jaxmp.mixed_precision(SGD, POLICY), accumulate=k, accumulate_argnums=(1, 2))[0], expected)
 
 
+@pytest.mark.thorough(0)
 def test_gradient_penalty():
     def penalized(loss_fn, scale=1.0):
         def loss(params, x, y):
@@ -130,24 +136,18 @@ def test_gradient_penalty():
 
         return loss
 
-    def by_scaler(params, state, scaler, x, y):
+    def grad(params, scaler, x, y):
         loss = penalized(LOW, scaler.get_scale())
-        grads = jax.grad(lambda p: scaler.scale(loss(p, x, y)))(params)
-        params, state, scaler = scaler.step(SGD, grads, state, params)
-        return params, state, scaler.update()
+        return jax.grad(lambda p: scaler.scale(loss(p, x, y)))(params), scaler
 
-    def update(params, x, y):
-        grads = jax.grad(penalized(loss_fn))(params, x, y)
-        return jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
-
-    def grad(params, x, y, *, opt_state):
+    def by_state(params, x, y, *, opt_state):
         loss = penalized(LOW, jaxmp.get_loss_scale(opt_state))
         return jaxmp.value_and_grad(loss)(params, x, y, opt_state=opt_state)
 
-    expected = plain(update)
-    scaled = jaxmp.DynamicLossScale(256.0)
-    close(with_scaler(by_scaler, jaxmp.GradScaler(256.0))[0], expected)
-    close(native(jaxmp.mixed_precision(SGD, POLICY, loss_scale=scaled), grad)[0], expected)
+    expected = plain(penalized(loss_fn))
+    close(with_scaler(scaler_step(grad), jaxmp.GradScaler(256.0))[0], expected)
+    scaled = jaxmp.mixed_precision(SGD, POLICY, loss_scale=jaxmp.DynamicLossScale(256.0))
+    close(native(scaled, by_state)[0], expected)
 
 
 @pytest.mark.thorough(1)
@@ -162,11 +162,10 @@ def test_several_models_losses_and_optimizers(overflows):
     start = {"a": PARAMS, "b": jax.tree.map(np.negative, PARAMS)}
 
     def by_scaler(params, states, scaler, x, y):
+        low = {name: jaxmp.autocast(loss) for name, loss in losses.items()}
         grads = {
-            name: jax.grad(lambda p, n=name: scaler.scale(jaxmp.autocast(losses[n])(p, params["ba"[n == "b"]], x, y)))(
-                params[name]
-            )
-            for name in params
+            "a": jax.grad(lambda p: scaler.scale(low["a"](p, params["b"], x, y)))(params["a"]),
+            "b": jax.grad(lambda p: scaler.scale(low["b"](p, params["a"], x, y)))(params["b"]),
         }
         new, new_states = {}, {}
         for name in params:
@@ -175,17 +174,14 @@ def test_several_models_losses_and_optimizers(overflows):
             )
         return new, new_states, scaler.update()
 
-    shared, tx = (
-        jaxmp.shared_loss_scale(jaxmp.DynamicLossScale(2.0**12, hysteresis=1)),
-        jaxmp.mixed_precision(SGD, POLICY, loss_scale=1.0),
-    )
+    shared = jaxmp.shared_loss_scale(jaxmp.DynamicLossScale(2.0**12, hysteresis=1))
+    tx = jaxmp.mixed_precision(SGD, POLICY, loss_scale=1.0)
 
     def by_shared(params, states, scale, x, y):
         new, new_states = {}, {}
-        for name in params:
+        for name, other in (("a", "b"), ("b", "a")):
             grad = jaxmp.value_and_grad(losses[name], policy=POLICY)
-            other = params["ba"[name == "b"]]
-            _, grads = grad(params[name], other, x, y, opt_state=scale)
+            _, grads = grad(params[name], params[other], x, y, opt_state=scale)
             new[name], new_states[name], scale = shared.apply_gradients(tx, grads, states[name], params[name], scale)
         return new, new_states, shared.update(scale)
 

@@ -17,8 +17,8 @@ NOT_MASK = {"base": False, "head": True}
 
 
 def frozen(inner, params=PARAMS):
-    found = frozen_leaves.frozen_leaves(optax.with_extra_args_support(inner), params)
-    return dict(zip(params, found, strict=True))
+    is_frozen = frozen_leaves.frozen_leaves(optax.with_extra_args_support(inner), params)
+    return dict(zip(params, is_frozen, strict=True))
 
 
 def labelled(inner=None):
@@ -27,21 +27,14 @@ def labelled(inner=None):
 
 FREEZES_BASE = {
     "multi_transform": labelled,
-    "labels_by_function": lambda: optax.multi_transform(
-        {"train": optax.adam(0.1), "freeze": optax.set_to_zero()}, lambda params: {k: LABELS[k] for k in params}
-    ),
     "selective_transform": lambda: optax.selective_transform(optax.adam(0.1), freeze_mask=MASK),
     "freeze": lambda: optax.chain(optax.adam(0.1), optax.freeze(MASK)),
-    "freeze_then_sgd": lambda: optax.chain(optax.freeze(MASK), optax.sgd(0.1)),
     "masked": lambda: optax.chain(optax.masked(optax.adam(0.1), NOT_MASK), optax.masked(optax.set_to_zero(), MASK)),
     "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), labelled(), optax.scale(0.5)),
     "schedule": lambda: labelled(optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10))),
+    "apply_if_finite": lambda: optax.apply_if_finite(labelled(), 3),
     "inject_hyperparams": lambda: optax.inject_hyperparams(lambda rate: labelled(optax.adam(rate)))(rate=0.1),
     "MultiSteps": lambda: optax.MultiSteps(labelled(), 2).gradient_transformation(),
-    "MultiSteps-skip": lambda: optax.MultiSteps(
-        labelled(), 2, should_skip_update_fn=optax.skip_not_finite
-    ).gradient_transformation(),
-    "apply_if_finite": lambda: optax.apply_if_finite(labelled(), 3),
     "jit": lambda: jitted(labelled()),
     "cond": lambda: optax.stateless(
         lambda updates, params: jax.lax.cond(
@@ -51,15 +44,10 @@ FREEZES_BASE = {
             updates,
         )
     ),
-    "remat": lambda: optax.stateless(lambda updates, params: jax.checkpoint(zero_base)(updates)),
     "negated_reshaped_zero": lambda: optax.stateless(
         lambda updates, params: {"base": -jnp.zeros(6).reshape(2, 3).astype(jnp.float32), "head": updates["head"]}
     ),
 }
-
-
-def zero_base(updates):
-    return {"base": jnp.zeros_like(updates["base"]), "head": updates["head"]}
 
 
 def jitted(inner):
@@ -80,16 +68,13 @@ def delayed():
 
 
 FREEZES_NOTHING = {
-    "sgd": lambda: optax.sgd(0.1),
     "adam": lambda: optax.adam(0.1),
     "zero_learning_rate": lambda: optax.sgd(0.0),  # 0 * inf is NaN, so this is no constant; and it may be a schedule
     "schedule_from_zero": lambda: optax.sgd(optax.linear_schedule(0.0, 0.1, 10)),
     "injected_zero": lambda: optax.inject_hyperparams(optax.sgd)(learning_rate=0.0),
     "delayed": delayed,
     "momentum_of_zeros": lambda: optax.chain(optax.scale(0.0), optax.trace(0.9)),
-    "apply_every": lambda: optax.chain(optax.apply_every(2), optax.sgd(0.1)),
     "MultiSteps": lambda: optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
-    "zero_nans": lambda: optax.chain(optax.zero_nans(), optax.sgd(0.1)),
     "one_zero_branch": lambda: optax.stateless(
         lambda updates, params: jax.lax.cond(
             updates["head"][0] > 0, lambda u: u, lambda u: jax.tree.map(jnp.zeros_like, u), updates
@@ -122,19 +107,16 @@ def needs(name):
 NOT_TRACEABLE = {
     "required_keyword": lambda: optax.polyak_sgd(),
     "key_error": lambda: needs("value"),
-    "value_error": lambda: optax.contrib.sophia(0.1),
     "unbound_axis": lambda: optax.chain(jaxmp.clip_by_global_norm(1.0, axis_name="model"), optax.adam(0.1)),
-    "psum": lambda: optax.stateless(lambda updates, params: jax.lax.psum(updates, "data")),
 }
 
 
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", NOT_TRACEABLE)
 def test_an_update_that_cannot_be_read_freezes_nothing(name):
     """Extra arguments or axes that only the training step has: `init` works, every leaf has a master."""
     inner = NOT_TRACEABLE[name]()
     assert frozen(inner) == {"base": False, "head": False}
-    state = jaxmp.mixed_precision(inner, "bf16").init(PARAMS)
+    state = jax.eval_shape(jaxmp.mixed_precision(inner, "bf16").init, PARAMS)
     assert len(jax.tree.leaves(optax.tree.get(state, "master_params"))) == 2
 
 
@@ -156,7 +138,7 @@ def test_works_on_abstract_params_and_on_none():
 def test_inside_jit():
     """`tx.init` under jit, as for params that are made sharded."""
     tx = jaxmp.mixed_precision(labelled(), "bf16")
-    state = jax.jit(tx.init)(PARAMS)
+    state = jax.eval_shape(tx.init, PARAMS)
     assert jax.tree.leaves(optax.tree.get(state, "master_params")["base"]) == []
 
 
@@ -167,8 +149,13 @@ def test_an_inner_optimizer_that_needs_extra_arguments_trains():
         optax.multi_transform({"t": optax.sgd(1.0), "f": optax.set_to_zero()}, {"base": "f", "head": "t"}),
     )
     tx = jaxmp.mixed_precision(inner, "bf16")
-    params = jaxmp.get_policy("bf16").cast_to_param(jax.tree.map(jnp.asarray, PARAMS))
-    state = tx.init(params)
-    new, state = jaxmp.apply_gradients(tx, jax.tree.map(jnp.ones_like, params), state, params, value=jnp.float32(0.5))
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+
+    @jax.jit
+    def step(params):
+        grads = jax.tree.map(jnp.ones_like, params)
+        return jaxmp.apply_gradients(tx, grads, tx.init(params), params, value=jnp.float32(0.5))[0]
+
+    new = step(params)
     assert_moved(new["base"], params["base"])
-    assert_exact(new["head"], jnp.full(3, 0.5, jnp.bfloat16))
+    assert_exact(new["head"], np.full(3, 0.5, jnp.bfloat16))

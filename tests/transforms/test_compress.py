@@ -1,7 +1,6 @@
 """`compress_moments` round optax's optimizers: what is stored, what is kept, and that training goes on as it did."""
 
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from jaxmp._src.transforms import compress
 from pallas_kernels.moments import Quantized
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 OPTIMIZERS = {
     "adam": optax.adam(1e-2),
     "adamw": optax.adamw(1e-2),
@@ -31,76 +29,60 @@ OPTIMIZERS = {
     "adagrad": optax.adagrad(1e-2),
     "clip and adam": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
 }
+SHAPES = {"kernel": (16, 256), "bias": (256,), "odd": (33, 130), "scalar": ()}
 
 
-def cases_of(firsts: Any, seconds: Any, always: Any) -> list[Any]:
-    """The pairs for which `always` holds, and the rest of the matrix with ALL=1."""
-    return [
-        pytest.param(*case, marks=() if always(*case) else pytest.mark.thorough(0))
-        for case in itertools.product(firsts, seconds)
-    ]
-
-
-def params_of(dtype: Any = jnp.float32) -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-    shapes = {"kernel": (16, 256), "bias": (256,), "odd": (33, 130), "scalar": ()}
-    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
-
-
-def grads_of(params: Any, seed: int = 1) -> Any:
+def normal(seed: int, *names: str, dtype: Any = np.float32) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
-
-
-def is_quantized(x: Any) -> bool:
-    return isinstance(x, Quantized)
+    return {name: np.asarray(rng.normal(size=SHAPES[name]), dtype) for name in names or SHAPES}
 
 
 @pytest.mark.thorough(2)
 @pytest.mark.parametrize(
-    ("name", "dtype"), cases_of(OPTIMIZERS, DTYPES, lambda name, dtype: name == "adam" or dtype == "int8")
+    ("name", "dtype"), [("adam", dtype) for dtype in DTYPES] + [(name, "int8") for name in OPTIMIZERS if name != "adam"]
 )
 def test_what_is_stored(name, dtype):
     """Moments in their dtypes, small and odd leaves in float32 where there are scales; all else as it was; and the
     same after an update: structure, shapes, dtypes.
     """
-    inner = OPTIMIZERS[name]
-    tx, params = compress.compress_moments(inner, dtype), params_of()
+    inner, params = OPTIMIZERS[name], normal(0)
+    tx = compress.compress_moments(inner, dtype)
     state, plain = jax.jit(tx.init)(params), jax.eval_shape(inner.init, params)
     assert state.compress_count.dtype == jnp.int32 and state.compress_count == 0
-    seen = []
+    moments = []
 
     def look(x: Any, signed: bool, number: int) -> Any:
-        seen.append((x, signed))
-        return jnp.zeros(x.codes.shape if is_quantized(x) else x.shape)
+        moments.append((x, signed))
+        return jnp.zeros(x.codes.shape if isinstance(x, Quantized) else x.shape)
 
     as_plain = compress.map_moments(look, state.compressed)
     assert jax.tree.structure(as_plain) == jax.tree.structure(plain)
-    assert len(seen) % len(params) == 0 and seen
-    for x, signed in seen:
+    assert len(moments) % len(params) == 0 and moments
+    for x, signed in moments:
         if dtype in ("float32", "bfloat16"):
             assert x.dtype == dtype
-        elif is_quantized(x):
+        elif isinstance(x, Quantized):
             assert x.codes.shape == (16, 256)
             assert x.codes.dtype == ("uint8" if dtype == "int8" and not signed else dtype)
             assert (x.scales.shape, x.scales.dtype) == ((16, 1), jnp.float32)
         else:
             assert x.dtype == jnp.float32 and x.shape != (16, 256)
-    updates, after = jax.eval_shape(tx.update, grads_of(params), state, params)
+    updates, after = jax.eval_shape(tx.update, normal(1), state, params)
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, jax.eval_shape(lambda: state))
     assert jax.tree.map(lambda u: (u.shape, u.dtype), updates) == jax.tree.map(lambda p: (p.shape, p.dtype), params)
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("name", ["adamw", "sgd momentum", "adagrad"])
+@pytest.mark.parametrize("name", ["adamw", "adagrad"])
 def test_float32_changes_nothing(name):
-    inner, params = OPTIMIZERS[name], params_of()
+    inner, params = OPTIMIZERS[name], normal(0, "bias")
     tx = compress.compress_moments(inner, jnp.float32)
     state, plain = tx.init(params), inner.init(params)
     assert_exact(state.compressed, plain)  # an accumulator that starts above zero, too
-    for step in range(2):
-        updates, state = tx.update(grads_of(params, step), state, params)
-        expected, plain = inner.update(grads_of(params, step), plain, params)
+    for i in range(2):
+        grads = normal(i, "bias")
+        updates, state = tx.update(grads, state, params)
+        expected, plain = inner.update(grads, plain, params)
         assert_same_program((updates, state.compressed), (expected, plain))
     assert_exact(state.compress_count, np.int32(2))
 
@@ -113,28 +95,20 @@ def losses_of(name: str, dtype: str | None) -> np.ndarray:
     """Sixty steps on a quadratic; without a dtype, of optax's own optimizer."""
     tx = compress.compress_moments(OPTIMIZERS[name], dtype) if dtype else OPTIMIZERS[name]
 
-    @jax.jit
-    def step(params, state):
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((p["w"] - TARGET) ** 2))(params)
-        grads = jax.tree.map(lambda g: g * 500, grads)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
+    def step(carry, _):
+        params, state = carry
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((p["kernel"] - TARGET) ** 2))(params)
+        updates, state = tx.update(jax.tree.map(lambda g: g * 500, grads), state, params)
+        return (optax.apply_updates(params, updates), state), loss
 
-    params = {"w": params_of()["kernel"]}
-    state, found = tx.init(params), []
-    for _ in range(60):
-        params, state, loss = step(params, state)
-        found.append(float(loss))
-    assert step._cache_size() == 1
-    return np.array(found)
+    params = normal(0, "kernel")
+    return np.asarray(jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), length=60)[1])(params))
 
 
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    cases_of(
-        ("adamw", "lion", "sgd momentum", "rmsprop"), DTYPES, lambda name, dtype: name == "adamw" or dtype == "int8"
-    ),
+    [("adamw", dtype) for dtype in DTYPES] + [(name, "int8") for name in ("lion", "sgd momentum", "rmsprop")],
 )
 def test_training_goes_on_as_it_did(name, dtype):
     """Beside optax's own moments, in float32."""
@@ -146,18 +120,9 @@ def test_no_two_moments_share_noise():
     """Two transforms of a chain with moments of one sign, and the leaves of each."""
     tx = compress.compress_moments(optax.chain(optax.trace(0.9), optax.trace(0.9)), jnp.bfloat16)
     numbers = []
-    state = jax.eval_shape(tx.init, params_of())
+    state = jax.eval_shape(tx.init, normal(0))
     compress.map_moments(lambda x, signed, number: numbers.append((signed, number)), state.compressed)
     assert len(set(numbers)) == len(numbers) == 8
-
-
-@pytest.mark.thorough(0)
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_runs_are_the_same_to_the_bit(dtype):
-    params, tx = params_of(), compress.compress_moments(optax.adam(1e-2), dtype)
-    update = jax.jit(tx.update)
-    first, again = (update(grads_of(params), tx.init(params), params) for _ in range(2))
-    assert_same_program(first, again)
 
 
 def test_the_first_codes_are_computed_by_the_program():
@@ -168,84 +133,75 @@ def test_the_first_codes_are_computed_by_the_program():
     assert cost["bytes accessed"] >= 2 * 2 * size * 4  # both moments are written and read in float32
 
 
-# --- skipped steps ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize(
-    ("policy", "dtype"),
-    cases_of(("fp16", "bf16"), DTYPES, lambda policy, dtype: (policy == "fp16") == (dtype in ("int8", "float8_e5m2"))),
+    ("policy", "dtype"), [("fp16", "int8"), ("fp16", "float8_e5m2"), ("bf16", "bfloat16"), ("bf16", "float32")]
 )
 def test_skipped_steps_keep_codes_and_scales(policy, dtype):
-    params32 = {name: params_of()[name] for name in ("kernel", "bias")}
-    params = jaxmp.get_policy(policy).cast_to_param(params32)
+    params = jaxmp.get_policy(policy).cast_to_param(normal(0, "kernel", "bias"))
     loss_scale = {"fp16": "auto", "bf16": 4.0}[policy]
     tx = jaxmp.mixed_precision(compress.compress_moments(optax.adamw(1e-2), dtype), policy, loss_scale=loss_scale)
-
-    @jax.jit
-    def step(grads, state, params):
-        return jaxmp.apply_gradients(tx, grads, state, params)
-
-    good = jax.tree.map(jnp.asarray, grads_of(params))
+    step = jax.jit(functools.partial(jaxmp.apply_gradients, tx))
+    good = normal(1, "kernel", "bias", dtype=params["bias"].dtype)
     params, state = step(good, jax.jit(tx.init)(params), params)
-    bad = good | {"kernel": good["kernel"].at[3, 3].set(jnp.inf)}
-    kept, skipped = step(bad, state, params)
+    bad = good | {"kernel": good["kernel"].copy()}
+    bad["kernel"][3, 3] = np.inf
+    same, skipped = step(bad, state, params)
     assert bool(jaxmp.get_metrics(skipped)["skipped"])
-    assert_moved(kept, params)
+    assert_moved(same, params)
     for name in ("compressed", "compress_count", "master_params"):
         assert_moved(optax.tree.get(skipped, name), optax.tree.get(state, name))
-    moved, after = step(good, skipped, kept)
+    moved, after = step(good, skipped, same)
     assert step._cache_size() == 1
     assert_exact(optax.tree.get(after, "compress_count"), np.int32(2))
     assert np.any(np.asarray(moved["kernel"]) != np.asarray(params["kernel"]))
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------
+# Errors
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int4", "uint8"])
-def test_an_unknown_dtype(dtype):
-    with pytest.raises(ValueError, match=f"state_dtype must be float32, bfloat16, int8, .*float8_e5m2; got {dtype}"):
-        compress.compress_moments(optax.adam(1e-3), dtype)
+def test_an_unknown_dtype():
+    with pytest.raises(ValueError, match="state_dtype must be float32, bfloat16, int8, .*float8_e5m2; got int4"):
+        compress.compress_moments(optax.adam(1e-3), "int4")
 
 
-@pytest.mark.parametrize(
-    "inner", [optax.sgd(0.1), optax.identity(), optax.scale(2.0)], ids=["sgd", "identity", "scale"]
-)
-def test_nothing_to_compress(inner):
-    tx = compress.compress_moments(inner, jnp.int8)
-    with pytest.raises(
-        ValueError, match=r"needs an optimizer with moments \(mu, trace, .*sum_of_squares\); got \w+. Wrap"
-    ):
-        tx.init(params_of())
+def test_nothing_to_compress():
+    tx = compress.compress_moments(optax.sgd(0.1), jnp.int8)
+    message = r"needs an optimizer with moments \(mu, trace, .*sum_of_squares\); got \w+. Wrap"
+    with pytest.raises(ValueError, match=message):
+        tx.init(normal(0))
 
 
-@pytest.mark.thorough(0)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     "make",
     [lambda: jaxmp.compress_moments(optax.adam(1e-3), jnp.int8), lambda: jaxmp.fused_adamw(1e-3, state_dtype=jnp.int8)],
     ids=["compress", "fused"],
 )
 def test_a_large_param_that_keeps_float32_moments_is_named(make):
-    params = {
-        "head": jnp.zeros((64, 5001)),
-        "odd": jnp.zeros(300001),
-        "body": jnp.zeros((64, 4096)),
-        "b": jnp.zeros(5001),
-    }
+    shapes = {"head": (64, 5001), "odd": (300001,), "body": (64, 4096), "b": (5001,)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     tx = jaxmp.mixed_precision(make(), "bf16")
     with pytest.warns(UserWarning, match=r"got \(64, 5001\) at head and 1 more.* 5024 in place of 5001"):
-        tx.init(params)
+        jax.eval_shape(tx.init, params)
     del params["head"], params["odd"]
-    tx.init(params)
+    jax.eval_shape(tx.init, params)
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize("stored", DTYPES)
-@pytest.mark.parametrize("wanted", DTYPES)
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        ("int8", "int8"),
+        ("float32", "int8"),
+        ("int8", "float32"),
+        ("bfloat16", "float32"),
+        ("float8_e4m3fn", "float8_e5m2"),
+    ],
+)
 def test_moments_in_another_dtype_than_the_optimizers_are_refused(stored, wanted):
     """They would keep their own dtype from step to step, without a word."""
-    params = {"w": jnp.ones((64, 64))}
+    params = {"w": np.ones((64, 64), np.float32)}
 
     def fused(dtype):
         return jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, state_dtype=dtype), "fp32")
@@ -253,12 +209,11 @@ def test_moments_in_another_dtype_than_the_optimizers_are_refused(stored, wanted
     def wrapped(dtype):
         return jaxmp.compress_moments(optax.adam(1e-3), dtype)
 
-    def update(make):
-        return lambda: make(wanted).update(params, make(stored).init(params), params)
-
-    ways = [lambda: jaxmp.apply_gradients(fused(wanted), params, fused(stored).init(params), params)]
-    ways += [update(fused), update(wrapped)]
-    for way in ways:
+    for way in (
+        lambda: jaxmp.apply_gradients(fused(wanted), params, fused(stored).init(params), params),
+        lambda: fused(wanted).update(params, fused(stored).init(params), params),
+        lambda: wrapped(wanted).update(params, wrapped(stored).init(params), params),
+    ):
         if stored == wanted:
             jax.eval_shape(way)
             continue
