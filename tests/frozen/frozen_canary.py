@@ -9,6 +9,7 @@ that a run uses, this run cannot have the recorded bits there, whatever jaxmp do
 import functools
 import zlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import frozen_cases
@@ -69,9 +70,13 @@ def heard(name: str) -> int:
     """The checksum of a canary on this machine; SILENT where XLA cannot compile it."""
     with jax.disable_jit():
         try:
-            return _checksum(CANARIES[name]())
+            results = jax.tree.leaves(CANARIES[name]())
         except jax.errors.JaxRuntimeError:  # float16 without F16C: "Symbols not found: [ __truncsfhf2 ]"
             return SILENT
+    checksum = 0
+    for x in map(np.asarray, results):
+        checksum = zlib.crc32(np.where(np.isnan(x), np.zeros_like(x), x).tobytes(), checksum)
+    return checksum
 
 
 def off_key(uses: Iterable[str], recorded: dict[str, int]) -> list[str]:
@@ -82,14 +87,6 @@ def off_key(uses: Iterable[str], recorded: dict[str, int]) -> list[str]:
 def is_silent(uses: Iterable[str]) -> bool:
     """Whether XLA cannot compile something that a run uses for this machine."""
     return any(heard(name) == SILENT for name in uses)
-
-
-def _checksum(results: Any) -> int:
-    checksum = 0
-    for x in jax.tree.leaves(results):
-        x = np.asarray(x)
-        checksum = zlib.crc32(np.where(np.isnan(x), np.zeros_like(x), x).tobytes(), checksum)
-    return checksum
 
 
 _CASTS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -107,12 +104,9 @@ def _powers() -> Any:
     return of_counts, [n.astype(jnp.float32) ** -0.8 for n in counts], [base**n for base in bases for n in counts]
 
 
-def _elementwise(function: Callable[..., Any], *, positive: bool = False) -> Callable[[], Any]:
-    def sing() -> Any:
-        xs = [_numbers(shape, i) for i, shape in enumerate(((), (8,), (8, 8), (16, 256)))]
-        return [function(jnp.abs(x) if positive else x) for x in xs]
-
-    return sing
+def _elementwise(function: Callable[..., Any], *, positive: bool = False) -> Any:
+    xs = [_numbers(shape, i) for i, shape in enumerate(((), (8,), (8, 8), (16, 256)))]
+    return [function(jnp.abs(x) if positive else x) for x in xs]
 
 
 def _sums() -> Any:
@@ -122,61 +116,49 @@ def _sums() -> Any:
     return along, [jnp.sum(x) for x in xs], [jnp.sum(x * x) for x in xs], [jnp.mean(x) for x in xs]
 
 
-def _dots(dtype: str) -> Callable[[], Any]:
-    def sing() -> Any:
-        found = []
-        outs = (jnp.float32, jnp.bfloat16 if dtype.startswith("float8") else jnp.dtype(dtype))
-        for rows, n in ((4, 4), (4, 8), (16, 4), (16, 8), (128, 128)):
-            x, w, g = _numbers((rows, 8), 1), _numbers((8, n), 2), _numbers((rows, n), 3)
-            x, w, g = (a.astype(dtype) for a in (x, w, g))
-            for a, b, axes in ((x, w, (1, 0)), (g, w, (1, 1)), (x, g, (0, 0)), (w, g, (1, 1))):
-                numbers = (((axes[0],), (axes[1],)), ((), ()))
-                found += [
-                    lax.dot_general(a, b, numbers, preferred_element_type=out) for out in sorted(set(outs), key=str)
-                ]
-        return found
-
-    return sing
+def _dots(dtype: str) -> Any:
+    results = []
+    outs = sorted({jnp.float32, jnp.bfloat16 if dtype.startswith("float8") else jnp.dtype(dtype)}, key=str)
+    for rows, n in ((4, 4), (4, 8), (16, 4), (16, 8), (128, 128)):
+        x, w, g = (_numbers(shape, i).astype(dtype) for i, shape in enumerate(((rows, 8), (8, n), (rows, n)), 1))
+        for a, b, axes in ((x, w, (1, 0)), (g, w, (1, 1)), (x, g, (0, 0)), (w, g, (1, 1))):
+            numbers = (((axes[0],), (axes[1],)), ((), ()))
+            results += [lax.dot_general(a, b, numbers, preferred_element_type=out) for out in outs]
+    return results
 
 
-def _casts(dtype: str) -> Callable[[], Any]:
-    def sing() -> Any:
-        x = _numbers((16, 256))
-        return [(x * 2.0**k).astype(dtype) for k in (-12, -6, 0, 6, 8)]
-
-    return sing
+def _casts(dtype: str) -> Any:
+    x = _numbers((16, 256))
+    return [(x * 2.0**k).astype(dtype) for k in (-12, -6, 0, 6, 8)]
 
 
-def _optimizer(tx: Any) -> Callable[[], Any]:
-    def sing() -> Any:
-        params = {"w": _numbers((8, 8)), "b": _numbers((8,)), "s": _numbers(())}
-        state, found = tx.init(params), []
-        for i in range(4):
-            grads = {"w": dyadic(i, (8, 8)), "b": dyadic(i + 50, (8,)), "s": dyadic(i + 90, ())}
-            updates, state = tx.update(jax.tree.map(jnp.asarray, grads), state, params)
-            params = optax.apply_updates(params, updates)
-            found.append((params, state))
-        return found
-
-    return sing
+def _optimizer(tx: Any) -> Any:
+    params = {"w": _numbers((8, 8)), "b": _numbers((8,)), "s": _numbers(())}
+    state, results = tx.init(params), []
+    for i in range(4):
+        grads = {"w": dyadic(i, (8, 8)), "b": dyadic(i + 50, (8,)), "s": dyadic(i + 90, ())}
+        updates, state = tx.update(jax.tree.map(jnp.asarray, grads), state, params)
+        params = optax.apply_updates(params, updates)
+        results.append((params, state))
+    return results
 
 
 CANARIES: dict[str, Callable[[], Any]] = {
     "pow": _powers,
     "cos": lambda: [jnp.cos(jnp.pi * n / k) for k in (5, 8) for n in jnp.arange(9, dtype=jnp.float32)],
-    "sqrt": _elementwise(jnp.sqrt, positive=True),
-    "div": _elementwise(lambda x: (1 / x, x / 3, 0.7 / x)),
-    "integer_pow": _elementwise(lambda x: [lax.integer_pow(x, n) for n in (2, 3, 4, -1, -2)]),
+    "sqrt": partial(_elementwise, jnp.sqrt, positive=True),
+    "div": partial(_elementwise, lambda x: (1 / x, x / 3, 0.7 / x)),
+    "integer_pow": partial(_elementwise, lambda x: [lax.integer_pow(x, n) for n in (2, 3, 4, -1, -2)]),
     "sum": _sums,
-    **{f"dot:{dtype}": _dots(dtype) for dtype in ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")},
-    **{f"cast:{dtype}": _casts(dtype) for dtype in _CASTS},
-    "optimizer:adamw": _optimizer(optax.adamw(_RATE, weight_decay=0.01)),
-    "optimizer:sgd": _optimizer(optax.sgd(_RATE, 0.9)),
-    "optimizer:lion": _optimizer(optax.lion(_RATE, 0.9, 0.99, weight_decay=0.01)),
-    "optimizer:lamb": _optimizer(optax.lamb(_RATE)),
-    "optimizer:adafactor": _optimizer(optax.adafactor(_RATE, min_dim_size_to_factor=4)),
-    "optimizer:schedule": _optimizer(optax.adamw(optax.warmup_cosine_decay_schedule(0.0, _RATE, 3, 8))),
-    "optimizer:multisteps": _optimizer(optax.MultiSteps(optax.adamw(_RATE), 2)),
+    **{f"dot:{dtype}": partial(_dots, dtype) for dtype in ("float32", *_CASTS)},
+    **{f"cast:{dtype}": partial(_casts, dtype) for dtype in _CASTS},
+    "optimizer:adamw": partial(_optimizer, optax.adamw(_RATE, weight_decay=0.01)),
+    "optimizer:sgd": partial(_optimizer, optax.sgd(_RATE, 0.9)),
+    "optimizer:lion": partial(_optimizer, optax.lion(_RATE, 0.9, 0.99, weight_decay=0.01)),
+    "optimizer:lamb": partial(_optimizer, optax.lamb(_RATE)),
+    "optimizer:adafactor": partial(_optimizer, optax.adafactor(_RATE, min_dim_size_to_factor=4)),
+    "optimizer:schedule": partial(_optimizer, optax.adamw(optax.warmup_cosine_decay_schedule(0.0, _RATE, 3, 8))),
+    "optimizer:multisteps": partial(_optimizer, optax.MultiSteps(optax.adamw(_RATE), 2)),
 }
 assert {n for name in frozen_cases.FEATURES["optimizer"] for n in _PLAIN.get(name, name).split()} <= {
     name.removeprefix("optimizer:") for name in CANARIES

@@ -98,16 +98,19 @@ RULES: tuple[tuple[str, dict[str, str]], ...] = (
 )  # fmt: skip
 
 
-def why_not(choices: dict[str, str]) -> str | None:
-    """The rule that excludes these choices, of some features or of all; None: it must work."""
-    for reason, excluded in RULES:
-        if all(feature in choices and _fits(choices[feature], words) for feature, words in excluded.items()):
+_RULES = [
+    (reason, [(feature, words.removeprefix("!").split(), words.startswith("!")) for feature, words in excluded.items()])
+    for reason, excluded in RULES
+]
+_RULES_OF = {feature: [rule for rule in _RULES if any(feature == part[0] for part in rule[1])] for feature in FEATURES}
+
+
+def why_not(choices: dict[str, str], feature: str | None = None) -> str | None:
+    """The rule, of those for `feature` or of all, that excludes these choices; None: it must work."""
+    for reason, excluded in _RULES if feature is None else _RULES_OF[feature]:
+        if all(name in choices and (choices[name] in words) != any_but for name, words, any_but in excluded):
             return reason
     return None
-
-
-def _fits(choice: str, words: str) -> bool:
-    return (choice in words.removeprefix("!").split()) != words.startswith("!")
 
 
 def stream(seed: int) -> Iterator[int]:
@@ -119,25 +122,24 @@ def stream(seed: int) -> Iterator[int]:
         yield z ^ (z >> 31)
 
 
+@functools.cache
 def pairs_of(case: Case) -> frozenset[tuple[tuple[str, str], tuple[str, str]]]:
     """All pairs of (feature, choice) of a case."""
     return frozenset(itertools.combinations(zip(FEATURES, case, strict=True), 2))
 
 
-def all_pairs() -> set[tuple[tuple[str, str], tuple[str, str]]]:
+@functools.cache
+def all_pairs() -> frozenset[tuple[tuple[str, str], tuple[str, str]]]:
     """All pairs of choices that can stand together in a run."""
-    numbers, found = stream(1), set()
-    for (a, of_a), (b, of_b) in itertools.combinations(FEATURES.items(), 2):
-        for x, y in itertools.product(of_a, of_b):
-            if _filled({a: x, b: y}, numbers) is not None:
-                found.add(((a, x), (b, y)))
-    return found
+    numbers = stream(1)
+    two = itertools.combinations([(feature, choice) for feature, all_of in FEATURES.items() for choice in all_of], 2)
+    return frozenset((a, b) for a, b in two if a[0] != b[0] and _filled(dict([a, b]), numbers) is not None)
 
 
 @functools.cache
 def draw() -> list[Case]:
     """The runs: first a covering of all pairs, then random ones."""
-    numbers, missing = stream(2026), all_pairs()
+    numbers, missing = stream(2026), set(all_pairs())
     cases: list[Case] = []
     while missing and len(cases) < RUNS:
         wanted = sorted(missing)
@@ -164,21 +166,20 @@ def draw() -> list[Case]:
     return cases
 
 
-def _filled(choices: dict[str, str], numbers: Iterator[int]) -> Case | None:
-    """A valid case with these choices and others at random; None if there is none."""
-    if why_not(choices) is not None:
+def _filled(choices: dict[str, str], numbers: Iterator[int], new: str | None = None) -> Case | None:
+    """A valid case with these choices and others at random; None if there is none. All but `new` are valid."""
+    if why_not(choices, new) is not None:
         return None
     # Features of which rules speak most come first, so that the search seldom has to turn back.
     left = [f for f in ("tree", "way", "recipe", "policy", "masters", "scale", "skip", *FEATURES) if f not in choices]
     if not left:
         return Case(**choices)
-    feature = left[0]
-    options = list(FEATURES[feature])
+    options = list(FEATURES[left[0]])
     while options:
         choice = options.pop(next(numbers) % len(options))
-        found = _filled(choices | {feature: choice}, numbers)
-        if found is not None:
-            return found
+        case = _filled(choices | {left[0]: choice}, numbers, left[0])
+        if case is not None:
+            return case
     return None
 
 

@@ -4,10 +4,10 @@ Of each array and each step there is a checksum; of decisions (metrics, counts, 
 the last step: all elements of small arrays, `SAMPLE` of larger ones.
 """
 
-import dataclasses
 import functools
 import json
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,17 +20,12 @@ FILE = Path(__file__).parent / "frozen.npz"
 SAMPLE = 64
 
 
-@dataclasses.dataclass
-class Kept:
-    """What is kept of a run.
+class Kept(NamedTuple):
+    """What is kept of a run: its case, the names of its canaries and of its arrays ("kind|path"), and by name
 
-    Attributes:
-      case: its choices.
-      uses: names of canaries.
-      names: "kind|path" of each array.
-      checksums: uint32[steps, arrays].
-      decisions: by name, float64[steps, ...].
-      last: by name, (dtype, shape, the bytes of the sample) of each float array after the last step.
+    - checksums: uint32[steps, arrays];
+    - decisions: float64[steps, ...];
+    - last: a sample of each float array after the last step, in its dtype.
     """
 
     case: Case
@@ -39,6 +34,13 @@ class Kept:
     checksums: np.ndarray
     decisions: dict[str, np.ndarray]
     last: dict[str, np.ndarray]
+
+
+class File(NamedTuple):
+    """What `frozen.npz` holds: the canary of the machine that recorded, and the runs."""
+
+    canary: dict[str, int]
+    runs: list[Kept]
 
 
 def is_decision(name: str) -> bool:
@@ -77,9 +79,6 @@ def _number(x: np.ndarray) -> np.ndarray:
     return np.asarray(x, np.float64)
 
 
-# The file
-
-
 def write(canary: dict[str, int], runs: list[Kept], path: Path = FILE) -> None:
     """Writes the runs, and the canary of this machine."""
     index, decisions, last = [], [], b""
@@ -100,97 +99,80 @@ def write(canary: dict[str, int], runs: list[Kept], path: Path = FILE) -> None:
     )
 
 
-class File(NamedTuple):
-    """What `frozen.npz` holds."""
-
-    canary: dict[str, int]
-    runs: list[Kept]
-
-
 @functools.cache
 def load(path: Path = FILE) -> File:
     """The file."""
     with np.load(path) as arrays:
         index = json.loads(arrays["index"].tobytes())
-        checksums, decisions, last = arrays["checksums"], arrays["decisions"], arrays["last"].tobytes()
-    runs, at_sum, at_decision, at_last = [], 0, 0, 0
+        parts = {name: arrays[name] for name in ("checksums", "decisions", "last")}
+    ends = dict.fromkeys(parts, 0)
+
+    def take(name: str, *shape: int) -> np.ndarray:
+        """The next elements of an array, in the order in which `write` put them."""
+        start = ends[name]
+        ends[name] += int(np.prod(shape))
+        return parts[name][start : ends[name]].reshape(shape)
+
+    runs = []
     for entry in index["runs"]:
         names = entry["names"]
-        run = Kept(Case(*entry["case"]), entry["uses"], names, np.zeros(()), {}, {})
-        count = STEPS * len(names)
-        run.checksums = checksums[at_sum : at_sum + count].reshape(STEPS, len(names))
-        at_sum += count
-        for name, shape in zip(filter(is_decision, names), entry["decisions"], strict=True):
-            count = STEPS * int(np.prod(shape))
-            run.decisions[name] = decisions[at_decision : at_decision + count].reshape(STEPS, *shape)
-            at_decision += count
+        decided = [name for name in names if is_decision(name)]
         floats = [name for name in names if not is_decision(name)]
-        for name, (dtype, size) in zip(floats, entry["last"], strict=True):
-            run.last[name] = np.frombuffer(last, np.dtype(dtype), size, at_last)
-            at_last += run.last[name].nbytes
-        runs.append(run)
+        checksums = take("checksums", STEPS, len(names))
+        shapes = zip(decided, entry["decisions"], strict=True)
+        decisions = {name: take("decisions", STEPS, *shape) for name, shape in shapes}
+        kinds = [(name, np.dtype(dtype), size) for name, (dtype, size) in zip(floats, entry["last"], strict=True)]
+        last = {name: take("last", size * dtype.itemsize).view(dtype) for name, dtype, size in kinds}
+        runs.append(Kept(Case(*entry["case"]), entry["uses"], names, checksums, decisions, last))
     return File(index["canary"], runs)
 
 
-# Comparisons; each returns what differs, in words, at most one line for each kind
-
-
 def differences(run: Kept, seen: list[Seen], *, bits: bool) -> list[str]:
-    """What differs from what was kept: bits, or only decisions, and floats beyond their bounds."""
-    return other_bits(run, seen) if bits else other_decisions(run, seen) + far_floats(run, seen)
+    """What differs from what was kept, one line for each kind: bits, or decisions and floats beyond their bounds."""
+    lines: dict[str, str] = {}
+    for kind, text in _other_bits(run, seen) if bits else [*_other_decisions(run, seen), *_far_floats(run, seen)]:
+        lines.setdefault(kind, f"{kind.partition('|')[0]}: {text}")
+    return list(lines.values())
 
 
-def other_bits(run: Kept, seen: list[Seen]) -> list[str]:
-    """The first step and the paths at which bits differ, by kind."""
-    found: dict[str, str] = {}
+Differences = Iterator[tuple[str, str]]  # (kind, text), in the order of steps
+
+
+def _other_bits(run: Kept, seen: list[Seen]) -> Differences:
     for i, step in enumerate(seen):
         for name, expected in zip(run.names, run.checksums[i], strict=True):
             kind, _, path = name.partition("|")
             if name not in step:
-                found.setdefault(kind, f"{kind}: {path} is missing after step {i}")
+                yield kind, f"{path} is missing after step {i}"
             elif checksum(name, step[name]) != expected:
                 more = f", kept {run.decisions[name][i]}, now {step[name]}" if name in run.decisions else ""
-                found.setdefault(kind, f"{kind}: other bits after step {i} at {path}{more}")
-    return list(found.values())
+                yield kind, f"other bits after step {i} at {path}{more}"
 
 
-def other_decisions(run: Kept, seen: list[Seen]) -> list[str]:
-    """The first step at which something else was decided, by kind."""
-    found: dict[str, str] = {}
+def _other_decisions(run: Kept, seen: list[Seen]) -> Differences:
     for i, step in enumerate(seen):
         for name, expected in run.decisions.items():
             kind, _, path = name.partition("|")
             if name not in step:
-                found.setdefault(kind, f"{kind}: {path} is missing after step {i}")
+                yield kind, f"{path} is missing after step {i}"
             elif not np.array_equal(_number(step[name]), expected[i], equal_nan=True):
-                found.setdefault(kind, f"{kind}: after step {i} {path} is {step[name]}, kept {expected[i]}")
-    return list(found.values())
+                yield kind, f"after step {i} {path} is {step[name]}, kept {expected[i]}"
 
 
-def far_floats(run: Kept, seen: list[Seen]) -> list[str]:
-    """Floats of the last step that are farther from the kept ones than `bound_of` allows, by kind."""
-    found: dict[str, str] = {}
-    for name, off, allowed in distances(run, seen):
-        kind, _, path = name.partition("|")
-        if not off <= allowed:
-            found.setdefault(kind, f"{kind}: after step {STEPS - 1} {path} is off by {off:.3g}, allowed {allowed:.3g}")
-    return list(found.values())
-
-
-def distances(run: Kept, seen: list[Seen]) -> list[tuple[str, float, float]]:
-    """(name, how far it is, how far it may be) of each float array after the last step; inf for another shape."""
-    found = []
+def _far_floats(run: Kept, seen: list[Seen]) -> Differences:
+    """Floats after the last step that are farther from the kept ones than `bound_of` allows, or of another shape."""
     for name, expected in run.last.items():
+        kind, _, path = name.partition("|")
         x = sample(seen[-1][name]) if name in seen[-1] else np.zeros(0, bool)
-        if x.dtype != expected.dtype or x.shape != expected.shape:
-            found.append((name, np.inf, 0.0))
-            continue
-        a, b = x.astype(np.float64), expected.astype(np.float64)
-        same = (a == b) | (np.isnan(a) & np.isnan(b))
-        with np.errstate(invalid="ignore"):
-            off = float(np.max(np.where(same, 0.0, np.abs(a - b)), initial=0.0))
-        found.append((name, np.inf if np.isnan(off) else off, bound_of(run, name)))
-    return found
+        off, allowed = np.inf, 0.0
+        if x.dtype == expected.dtype and x.shape == expected.shape:
+            a, b = x.astype(np.float64), expected.astype(np.float64)
+            same = (a == b) | (np.isnan(a) & np.isnan(b))
+            with np.errstate(invalid="ignore"):
+                off = float(np.max(np.where(same, 0.0, np.abs(a - b)), initial=0.0))
+            allowed = bound_of(run, name)
+        if not off <= allowed:
+            yield f"{kind}|floats", f"after step {STEPS - 1} {path} is off by {off:.3g}, allowed {allowed:.3g}"
 
 
 # Bounds for the floats of a program that rounds elsewhere: other orders of sums, an FMA, a pow.

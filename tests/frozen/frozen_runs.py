@@ -60,14 +60,7 @@ Seen = dict[str, np.ndarray]  # "kind|path" -> what a step left there
 
 
 class World(NamedTuple):
-    """A run, ready to go.
-
-    Attributes:
-      state: where it starts.
-      step: `(state, batch) -> state`.
-      look: `state -> Parts`.
-      batches: one for each step.
-    """
+    """A run, ready to go: where it starts, `(state, batch) -> state`, `state -> Parts`, and a batch for each step."""
 
     state: Any
     step: Callable[[Any, Any], Any]
@@ -115,6 +108,11 @@ def leaves_of(tree: Any) -> dict[str, Any]:
     return {key_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def by_path(label: Callable[[str], Any]) -> Callable[[Any], Any]:
+    """`label` of the path of each leaf of a tree."""
+    return lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: label(key_of(path)), tree)
+
+
 def nodes_of(state: Any) -> Iterator[Any]:
     """All NamedTuples of an optimizer's state, from the outside to the inside."""
     if hasattr(state, "_fields"):
@@ -144,10 +142,8 @@ def shapes_of(case: Case) -> Any:
 def optimizer_of(case: Case) -> Any:
     """What goes into `mixed_precision`."""
     rate = LEARNING_RATE
-    is_first = lambda params: jax.tree_util.tree_map_with_path(  # noqa: E731
-        lambda path, _: key_of(path).endswith(("w", "kernel", "0")), params
-    )
-    by_first = lambda params: jax.tree.map(lambda first: "a" if first else "b", is_first(params))  # noqa: E731
+    is_first = by_path(lambda path: path.endswith(("w", "kernel", "0")))
+    by_first = by_path(lambda path: "a" if path.endswith(("w", "kernel", "0")) else "b")
     inner = {
         "adamw": lambda: optax.adamw(rate, weight_decay=0.01),
         "sgd": lambda: optax.sgd(rate, 0.9),
@@ -169,10 +165,8 @@ def optimizer_of(case: Case) -> Any:
         "ema": lambda: optax.adamw(rate),
     }[case.optimizer]()
     if case.masters == "frozen":
-        by_path = lambda params: jax.tree_util.tree_map_with_path(  # noqa: E731
-            lambda path, _: "frozen" if key_of(path) in FROZEN else "train", params
-        )
-        inner = optax.multi_transform({"train": inner, "frozen": optax.set_to_zero()}, by_path)
+        frozen = by_path(lambda path: "frozen" if path in FROZEN else "train")
+        inner = optax.multi_transform({"train": inner, "frozen": optax.set_to_zero()}, frozen)
     if case.optimizer == "ema":
         inner = optax.chain(inner, jaxmp.ema_params(0.9))
     return wrapped(inner)
@@ -187,10 +181,6 @@ def loss_scale_of(case: Case) -> Any:
     return STATIC_SCALE if case.scale == "static" else None
 
 
-def remainder_of(case: Case) -> int | None:
-    return {"split16": 16, "split8": 8}.get(case.masters)
-
-
 def policy_of(case: Case) -> jaxmp.Policy:
     tree = case.tree if case.takes_given_gradients or case.tree in ("tuple", "empty") else "model"
     return jaxmp.get_policy(case.policy, keep_fp32=(KEPT[tree],) if case.keep == "some" else ())
@@ -203,8 +193,9 @@ def is_spike(grads: Any, metrics: dict[str, Any]) -> jax.Array:
 
 
 def tx_of(case: Case) -> Any:
+    remainder_bits = {"split16": 16, "split8": 8}.get(case.masters)
     if case.way == "scaler":
-        return jaxmp.keep_master_params(optimizer_of(case), policy_of(case), remainder_bits=remainder_of(case))
+        return jaxmp.keep_master_params(optimizer_of(case), policy_of(case), remainder_bits=remainder_bits)
     return jaxmp.mixed_precision(
         optimizer_of(case),
         policy_of(case),
@@ -212,7 +203,7 @@ def tx_of(case: Case) -> Any:
         recipe=RECIPES.get(case.recipe),
         skip_nonfinite=case.skip != "off",
         skip_if=is_spike if case.skip == "skip_if" else None,
-        remainder_bits=remainder_of(case),
+        remainder_bits=remainder_bits,
     )
 
 
@@ -266,13 +257,14 @@ def plain_apply(case: Case, params: Any, x: jax.Array) -> jax.Array:
     """The model whose params are a dict, or tuples and scalars, made by hand."""
     dtype = compute_dtype_of(case)
     leaves = leaves_of(params)
-    w, bias, scale = (
-        (leaves["0"], leaves["1/1"], leaves["1/0"])
-        if case.tree == "tuple"
-        else (leaves["w"], leaves["bias"], leaves["scale"])
-    )
+    names = ("0", "1/1", "1/0") if case.tree == "tuple" else ("w", "bias", "scale")
+    w, bias, scale = (leaves[name] for name in names)
     h = jax.lax.dot(x.astype(dtype), w.astype(dtype)).astype(jnp.float32)
     return nn.relu(h * scale.astype(jnp.float32)) + bias.astype(jnp.float32)[None]
+
+
+def accumulate_of(case: Case) -> dict[str, Any]:
+    return {"accumulate": 4, "accumulate_argnums": (1, 2)} if case.accumulate == "4" else {}
 
 
 def squared_error(out: jax.Array, y: jax.Array) -> jax.Array:
@@ -283,28 +275,30 @@ def squared_error(out: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def batches_of(case: Case) -> list[Any]:
-    events = EVENTS[case.events]
-    found = []
-    for i in range(STEPS):
-        if case.takes_given_gradients:
-            leaves = jax.tree.leaves(filled(shapes_of(case), 100 + i, dyadic))
-            leaves = [np.sign(x) * np.minimum(np.abs(x), 0.75) if x.shape == BIG else x for x in leaves]
-            target = leaves[i % len(leaves)] if leaves[i % len(leaves)].size else leaves[-1]
-            target = target.reshape(-1)
-            if case.skip == "skip_if" and i == SPIKE_AT:
-                leaves[0].reshape(-1)[-1] = SPIKE
-            if i in events:
-                target[0] = events[i]
-            found.append(leaves)
-        else:
-            x, y = dyadic(200 + i, (ROWS, WIDTH), largest=7), dyadic(300 + i, (ROWS, WIDTH), largest=7)
-            if case.skip == "skip_if" and i == SPIKE_AT:
-                # Delayed scaling saturates a gradient that grows at once; a large input shows in amaxes a step later.
-                x, y = (x * SPIKE_OF_DATA, y) if case.recipe == "delayed" else (x, y * SPIKE_OF_DATA)
-            if i in events:
-                x[9, 3] = events[i]
-            found.append({"x": x, "y": y})
-    return found
+    """Gradients, or data of a model, of each step; some with a spike or what is not finite in them."""
+    make = _given_batch if case.takes_given_gradients else _batch_of_data
+    return [make(case, i, case.skip == "skip_if" and i == SPIKE_AT, EVENTS[case.events].get(i)) for i in range(STEPS)]
+
+
+def _given_batch(case: Case, i: int, is_spike: bool, bad: float | None) -> list[np.ndarray]:
+    leaves = jax.tree.leaves(filled(shapes_of(case), 100 + i, dyadic))
+    leaves = [np.sign(x) * np.minimum(np.abs(x), 0.75) if x.shape == BIG else x for x in leaves]
+    target = leaves[i % len(leaves)] if leaves[i % len(leaves)].size else leaves[-1]
+    if is_spike:
+        leaves[0].reshape(-1)[-1] = SPIKE
+    if bad is not None:
+        target.reshape(-1)[0] = bad
+    return leaves
+
+
+def _batch_of_data(case: Case, i: int, is_spike: bool, bad: float | None) -> dict[str, np.ndarray]:
+    x, y = dyadic(200 + i, (ROWS, WIDTH), largest=7), dyadic(300 + i, (ROWS, WIDTH), largest=7)
+    if is_spike:
+        # Delayed scaling saturates a gradient that grows at once; a large input shows in amaxes a step later.
+        x, y = (x * SPIKE_OF_DATA, y) if case.recipe == "delayed" else (x, y * SPIKE_OF_DATA)
+    if bad is not None:
+        x[9, 3] = bad
+    return {"x": x, "y": y}
 
 
 # Worlds
@@ -318,11 +312,10 @@ def world_of(case: Case) -> World:
     tx, policy = tx_of(case), policy_of(case)
     params32, loss_fn = _params_and_loss(case)
     params = policy.cast_to_param(params32)
-    accumulate = {"accumulate": 4, "accumulate_argnums": (1, 2)} if case.accumulate == "4" else {}
 
     def gradients(params: Any, batch: Any, opt_state: Any) -> Any:
         if not case.takes_given_gradients:
-            grad = jaxmp.value_and_grad(loss_fn, **accumulate)
+            grad = jaxmp.value_and_grad(loss_fn, **accumulate_of(case))
             return grad(params, batch["x"], batch["y"], opt_state=opt_state)[1]
         return given(params, batch, jaxmp.get_loss_scale(opt_state))
 
@@ -407,9 +400,8 @@ def _shared_world(case: Case, tx: Any, params32: Any, params: Any, gradients: An
 
 
 def _scaler_world(case: Case, tx: Any, params32: Any, params: Any) -> World:
-    scaler = (
-        jaxmp.GradScaler(enabled=False) if case.scale == "none" else jaxmp.GradScaler(loss_scale=loss_scale_of(case))
-    )
+    options: Any = {"enabled": False} if case.scale == "none" else {"loss_scale": loss_scale_of(case)}
+    scaler = jaxmp.GradScaler(**options)
 
     def step(state: Any, batch: Any) -> Any:
         params, opt_state, scaler, _ = state
@@ -438,7 +430,6 @@ def _nnx_world(case: Case) -> World:
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         jaxmp.nnx.cast_to_param(model, policy)
     graphdef, state = nnx.split((model, optimizer))
-    accumulate = {"accumulate": 4, "accumulate_argnums": (1, 2)} if case.accumulate == "4" else {}
 
     def loss_fn(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         return squared_error(model(x), y)
@@ -449,7 +440,7 @@ def _nnx_world(case: Case) -> World:
     def step(state: Any, batch: Any) -> Any:
         model, optimizer = nnx.merge(graphdef, state)
         before = parts(model, optimizer)
-        grad = jaxmp.nnx.value_and_grad(loss_fn, **accumulate)
+        grad = jaxmp.nnx.value_and_grad(loss_fn, **accumulate_of(case))
         optimizer.update(model, grad(model, batch["x"], batch["y"], opt_state=optimizer.opt_state)[1])
         done = parts(model, optimizer)
         after = moved_on(before, done)

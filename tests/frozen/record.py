@@ -10,6 +10,7 @@ When one may record again stands in `test_frozen.py`.
 import argparse
 import collections
 import concurrent.futures
+import functools
 import multiprocessing
 import os
 import sys
@@ -41,8 +42,8 @@ def recorded(index: int) -> object:
     return frozen_files.keep(case, frozen_canary.uses(case, frozen_runs.primitives_of(case)), seen)
 
 
-def checked(index: int, compiled: bool) -> tuple[list[str], list[str], list[tuple[str, float, float]]]:
-    """(canaries that this machine sings otherwise, what differs, distances) of a run."""
+def checked(index: int, compiled: bool) -> tuple[list[str], list[str]]:
+    """(canaries that this machine sings otherwise, what differs) of a run."""
     import frozen_canary
     import frozen_files
     import frozen_runs
@@ -50,14 +51,12 @@ def checked(index: int, compiled: bool) -> tuple[list[str], list[str], list[tupl
     file = frozen_files.load()
     run = file.runs[index]
     if frozen_canary.is_silent(run.uses):
-        return ["XLA cannot compile it"], [], []
+        return ["XLA cannot compile it"], []
     off_key = frozen_canary.off_key(run.uses, file.canary)
     seen = frozen_runs.execute(run.case, compiled=compiled)
     bits = frozen_files.differences(run, seen, bits=True)
     wrong = bits if not compiled and not off_key else []
-    wrong = wrong + frozen_files.differences(run, seen, bits=False)
-    off_key = off_key + ["bits differ"] * bool(bits)
-    return off_key, wrong, frozen_files.distances(run, seen)
+    return off_key + ["bits differ"] * bool(bits), wrong + frozen_files.differences(run, seen, bits=False)
 
 
 def main() -> int:
@@ -85,37 +84,31 @@ def main() -> int:
         print("runs are recorded under the settings of the suite: without --isa and --optimized")
         return 1
     indices = range(0, len(frozen_files.load().runs) if arguments.check else frozen_cases.RUNS, arguments.every)
-    started, done, results = time.perf_counter(), 0, {}
+    one = functools.partial(checked, compiled=arguments.compiled) if arguments.check else recorded
+    started, results = time.perf_counter(), {}
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
-        tasks = {
-            pool.submit(checked, i, arguments.compiled) if arguments.check else pool.submit(recorded, i): i
-            for i in indices
-        }
-        for task in concurrent.futures.as_completed(tasks):
-            results[tasks[task]] = task.result()
-            done += 1
-            print(f"\r{done} of {len(indices)} runs, {time.perf_counter() - started:.0f} s ", end="", flush=True)
+        for i, result in zip(indices, pool.map(one, indices), strict=True):
+            results[i] = result
+            taken = time.perf_counter() - started
+            print(f"\r{len(results)} of {len(indices)} runs, {taken:.0f} s ", end="", flush=True)
     print()
     if not arguments.check:
         canary = {name: frozen_canary.heard(name) for name in frozen_canary.CANARIES}
-        frozen_files.write(canary, [results[i] for i in indices], out)
+        frozen_files.write(canary, list(results.values()), out)
         print(f"{out}: {out.stat().st_size:,} bytes")
         return 0
-    off_key = collections.Counter(name for names, _, _ in results.values() for name in names)
+    off_key = collections.Counter(name for names, _ in results.values() for name in names)
     print(f"canaries that sound otherwise here, with their runs: {dict(off_key)}")
-    print(f"{sum(bool(names) for names, _, _ in results.values())} of {done} runs fall back to ulps")
-    for i in indices:
-        for line in results[i][1]:
-            print(f"{frozen_cases.name_of(i, frozen_files.load().runs[i].case)}: {line}")
-    worst: dict[str, float] = collections.defaultdict(float)
-    for _, _, distances in results.values():
-        for name, off, allowed in distances:
-            kind = name.partition("|")[0]
-            worst[kind] = max(worst[kind], off / allowed if allowed else float(off > 0) and float("inf"))
-    print("the largest part of a bound that was needed:", {kind: round(part, 3) for kind, part in worst.items()})
-    wrong = sum(bool(lines) for _, lines, _ in results.values())
-    print(f"{wrong} of {done} runs differ")
+    print(f"{sum(bool(names) for names, _ in results.values())} of {len(results)} runs fall back to ulps")
+    for i, (_, lines) in results.items():
+        print(
+            *(f"{frozen_cases.name_of(i, frozen_files.load().runs[i].case)}: {line}\n" for line in lines),
+            end="",
+            sep="",
+        )
+    wrong = sum(bool(lines) for _, lines in results.values())
+    print(f"{wrong} of {len(results)} runs differ")
     return int(wrong > 0)
 
 

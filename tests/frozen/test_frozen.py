@@ -12,7 +12,7 @@ step can be rewritten without being changed. Each run is compared twice:
 Not kept, because it may change: gradients of 2**48 and more that are finite, `ema_params` in skipped steps, transforms
 outside of `mixed_precision`, whatever counts single elements that were held, dtypes that autocast chooses.
 
-    python -m pytest tests/frozen --all -n 2                all runs
+    python -m pytest tests/frozen --all -n 2                all runs: `make frozen`; beside other tests, a sample
     python tests/frozen/record.py --check --isa AVX2        how many fall back on a CPU with FMA, and whether all hold
     python tests/frozen/record.py --again                   records
 
@@ -22,6 +22,7 @@ optax, and look at the diff: `record.py --check` against the old file names the 
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import frozen_canary
@@ -41,23 +42,33 @@ FILE = frozen_files.load()
 RUNS = {frozen_cases.name_of(i, run.case): run for i, run in enumerate(FILE.runs)}
 
 
-# By number: float16 and bfloat16, masters and halves of them, overflows and steps to skip; few operations to compile.
-SHOWN = {"035": "op by op", "041": "op by op", "045": "op by op", "055": "op by op", "031": "compiled"}
-CASES = [
-    pytest.param(name, mode, marks=() if SHOWN.get(name[:3]) == mode else pytest.mark.thorough(0))
-    for mode in ("op by op", "compiled")
-    for name in RUNS
-]
+# By number: float16 and bfloat16, masters and halves of them, overflows; few operations to compile.
+SHOWN = {(35, "op by op"), (45, "op by op"), (133, "op by op"), (41, "compiled")}
+EVERY = 5  # beside other tests: one run of so many, and another one compiled
 
 
-@pytest.mark.parametrize(("name", "mode"), CASES)
-def test_gives_the_frozen_numbers(name: str, mode: str, record_property: Callable[[str, object], None]) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is not test_gives_the_frozen_numbers:
+        return
+    config, here = metafunc.config, Path(__file__).parent
+    named = [config.invocation_params.dir.joinpath(argument.partition("::")[0]).resolve() for argument in config.args]
+    takes_all = all(path.is_relative_to(here) for path in named)
+    cases = []
+    for first, mode in ((0, "op by op"), (EVERY // 2, "compiled")):
+        for i, name in enumerate(RUNS):
+            is_shown = (i, mode) in SHOWN
+            if takes_all or is_shown or i % EVERY == first:
+                cases.append(pytest.param(name, mode, marks=() if is_shown else pytest.mark.thorough(0)))
+    metafunc.parametrize(("name", "mode"), cases)
+
+
+def test_gives_the_frozen_numbers(name: str, mode: str, request: pytest.FixtureRequest) -> None:
     run = RUNS[name]
     if frozen_canary.is_silent(run.uses):
         pytest.skip("XLA cannot compile float16 for these instructions")
     off_key = [] if mode == "compiled" else frozen_canary.off_key(run.uses, FILE.canary)
     if off_key:
-        record_property("compared in ulps", ", ".join(off_key))
+        request.node.user_properties.append(("compared in ulps", ", ".join(off_key)))
     seen = frozen_runs.execute(run.case, compiled=mode == "compiled")
     wrong = frozen_files.differences(run, seen, bits=mode != "compiled" and not off_key)
     assert not wrong, "\n  ".join([f"{name}, {mode}:", *wrong])
@@ -70,7 +81,6 @@ def test_the_draw_is_the_recorded_one() -> None:
 
 def unscaled_twice(gradient: jax.Array, scale: jax.Array) -> jax.Array:
     """A given gradient without its scale: the step divides by the scale once more than it ought."""
-    del scale
     return gradient
 
 
@@ -87,45 +97,34 @@ def from_rounded_masters(inner: Any) -> Any:
 
 def rolled_when_skipped(before: Parts, after: Parts) -> Parts:
     """The state after a step; histories of amaxes have moved on in a skipped one, too."""
-    del before
     skipped = jaxmp.get_metrics(after.opt_state)["skipped"]
 
-    def roll(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: roll(child) for key, child in node.items()}
-        if not isinstance(node, list | tuple):
-            return node
-        children = [
-            jnp.where(skipped, jnp.roll(child, 1, axis=0), child) if field == "amax_history" else roll(child)
-            for field, child in zip(getattr(node, "_fields", range(len(node))), node, strict=True)
-        ]
-        return type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
+    def roll(path: Any, x: Any) -> Any:
+        is_history = "amax_history" in jax.tree_util.keystr(path)
+        return jnp.where(skipped, jnp.roll(x, 1, axis=0), x) if is_history else x
 
-    return after._replace(opt_state=roll(after.opt_state))
+    return after._replace(opt_state=jax.tree_util.tree_map_with_path(roll, after.opt_state))
+
+
+def is_unscaled(case: Case) -> bool:
+    return case.takes_given_gradients and case.scale != "none" and case.optimizer != "clip"
+
+
+def has_masters(case: Case) -> bool:
+    is_plain = not case.optimizer.startswith("fused")
+    return case.takes_given_gradients and case.masters in ("masters", "split16") and is_plain
+
+
+def has_history(case: Case) -> bool:
+    return case.recipe == "delayed" and case.events != "none" and case.tree != "nnx"
 
 
 # What is replaced in `frozen_runs`, by what, and the runs in which it must be seen, compiled too: there a model's
 # gradients may differ by a cast that was rounded the other way, which is as much as these faults do.
 FAULTS: dict[str, tuple[str, Callable[..., Any], Callable[[Case], bool]]] = {
-    "a scale divided twice": (
-        "scaled",
-        unscaled_twice,
-        lambda case: case.takes_given_gradients and case.scale != "none" and case.optimizer != "clip",
-    ),
-    "a master rounded before the update": (
-        "wrapped",
-        from_rounded_masters,
-        lambda case: (
-            case.takes_given_gradients
-            and case.masters in ("masters", "split16")
-            and not case.optimizer.startswith("fused")
-        ),
-    ),
-    "a history rolled on a skip": (
-        "moved_on",
-        rolled_when_skipped,
-        lambda case: case.recipe == "delayed" and case.events != "none" and case.tree != "nnx",
-    ),
+    "a scale divided twice": ("scaled", unscaled_twice, is_unscaled),
+    "a master rounded before the update": ("wrapped", from_rounded_masters, has_masters),
+    "a history rolled on a skip": ("moved_on", rolled_when_skipped, has_history),
 }
 
 
@@ -135,10 +134,9 @@ FAULTS: dict[str, tuple[str, Callable[..., Any], Callable[[Case], bool]]] = {
 def test_sees_a_fault(fault: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, replacement, fits = FAULTS[fault]
     monkeypatch.setattr(frozen_runs, name, replacement)
-    runs = [run for run in FILE.runs if fits(run.case) and not frozen_canary.is_silent(run.uses)]
-    for run in runs[:2]:
-        bits = mode != "compiled" and not frozen_canary.off_key(run.uses, FILE.canary)
-        frozen_runs.world_of.cache_clear()
-        seen = frozen_runs.execute(run.case, compiled=mode == "compiled")
-        frozen_runs.world_of.cache_clear()
-        assert frozen_files.differences(run, seen, bits=bits), f"{fault} is not seen in {run.case}"
+    run = next(run for run in FILE.runs if fits(run.case) and not frozen_canary.is_silent(run.uses))
+    bits = mode != "compiled" and not frozen_canary.off_key(run.uses, FILE.canary)
+    frozen_runs.world_of.cache_clear()
+    seen = frozen_runs.execute(run.case, compiled=mode == "compiled")
+    frozen_runs.world_of.cache_clear()
+    assert frozen_files.differences(run, seen, bits=bits), f"{fault} is not seen in {run.case}"

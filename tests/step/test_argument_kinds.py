@@ -80,15 +80,12 @@ CALLS = {
         r"keep_fp32=\('w',\) in policy and \(\)",
     ),
     "create: fp32, scaled": (lambda: train_state(policy="fp32"), "compute_dtype=float32 in policy and float16"),
-    "create: bf16-mixed, scaled": (lambda: train_state(policy="bf16-mixed"), "compute_dtype=bfloat16 in policy"),
     "create: bf16-mixed, of fp32": (lambda: train_state(WIDE_TX, "bf16-mixed"), "compute_dtype=bfloat16 in policy"),
-    "create: 16-mixed, not scaled": (lambda: train_state(WIDE_TX), "compute_dtype=float16 in policy and float32"),
     "create: in a chain": (
         lambda: train_state(optax.chain(jaxmp.reduce_gradients(None), TX), "fp32"),
         "must stand once around an optimizer",
     ),
     "Optimizer: another policy": (lambda: optimizer(policy="bf16"), "param_dtype=bfloat16 in policy and float32"),
-    "Optimizer: fp32, scaled": (lambda: optimizer(policy="fp32"), "compute_dtype=float32 in policy and float16"),
     "mixed_precision": (
         lambda: jaxmp.mixed_precision("bf16", optax.sgd(0.1)),
         r"got an optimizer. The order is mixed_precision\(inner, policy\)",
@@ -96,14 +93,6 @@ CALLS = {
     "create: a dtype": (
         lambda: train_state(policy=jnp.bfloat16),
         "the dtype bfloat16. Use 'bf16' or 'bf16-mixed'",
-    ),
-    "get_policy: bfloat16": (
-        lambda: jaxmp.get_policy(jnp.bfloat16),
-        "the dtype bfloat16. Use 'bf16' or 'bf16-mixed'",
-    ),
-    "get_policy: a dtype of NumPy": (
-        lambda: jaxmp.get_policy(jnp.dtype("float32")),
-        "the dtype float32. Use 'fp32'",
     ),
     "autocast": (lambda: jaxmp.autocast("fp8", loss_fn), r"autocast\(fn, dtype\); got a function as dtype"),
     "explain: a result": (lambda: jaxmp.explain_autocast(loss_fn(PARAMS, X), X), "got ArrayImpl: a result"),
@@ -121,31 +110,28 @@ CALLS = {
 }
 
 
-@pytest.mark.thorough(6)
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_in_the_wrong_place_are_named(name):
-    call, said = CALLS[name]
-    with pytest.raises((TypeError, ValueError), match=said):
+    call, message = CALLS[name]
+    with pytest.raises((TypeError, ValueError), match=message):
         call()
 
 
-@pytest.mark.thorough(3)
-@pytest.mark.parametrize("policy", ["fp32", "tf32", "bf16", "bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("make", [train_state, optimizer])
+@pytest.mark.parametrize(("make", "policy"), [(train_state, "bf16"), (optimizer, "fp32"), (train_state, "16-mixed")])
 def test_a_policy_may_have_any_loss_scale(make, policy):
     """Whether the user scales says nothing about the policy. Names of equal policies are equal."""
     tx = jaxmp.mixed_precision(optax.sgd(0.1), policy, loss_scale=8.0)
-    made = make(tx, jaxmp.get_policy(policy))
-    assert made.tx is tx and jaxmp.get_loss_scale(made.opt_state) == 8.0
+    holder = make(tx, jaxmp.get_policy(policy))
+    assert holder.tx is tx and jaxmp.get_loss_scale(holder.opt_state) == 8.0
 
 
 def test_what_looks_odd_but_is_meant_is_taken():
     """A loss that reads a state, several params, a module that can be called."""
-    other = jaxmp.value_and_grad(lambda p, s, x: loss_fn(p, x) + jaxmp.get_loss_scale(s), policy="16-mixed")
-    other(PARAMS, STATE, X, opt_state=STATE)
+    with_state = jaxmp.value_and_grad(lambda p, s, x: loss_fn(p, x) + jaxmp.get_loss_scale(s), policy="16-mixed")
+    jax.eval_shape(lambda p, s: with_state(p, s, X, opt_state=s), PARAMS, STATE)
     pair = jaxmp.value_and_grad(lambda p, q, x: loss_fn(p, x) + loss_fn(q, x), argnums=[0, 1], policy="16-mixed")
-    pair(PARAMS, PARAMS, X, opt_state=train_state())
+    jax.eval_shape(lambda p, s: pair(p, p, X, opt_state=s), PARAMS, train_state())
     scaled = jaxmp.value_and_grad(lambda p, b: loss_fn(p, b[0]) * b[1][0], policy="16-mixed", accumulate=2)
-    scaled(PARAMS, (X, (0.5, 2.0)), opt_state=STATE)
+    jax.eval_shape(lambda p, s: scaled(p, (X, (0.5, 2.0)), opt_state=s), PARAMS, STATE)
     model = nn.Dense(4)
-    assert jaxmp.explain_autocast(model.apply, model.init(jax.random.key(0), X), X).rows
+    assert jaxmp.explain_autocast(model.apply, jax.eval_shape(model.init, jax.random.key(0), X), X).rows

@@ -15,8 +15,10 @@ import jaxmp
 from helpers import assert_exact, assert_moved
 from jaxmp._src.base import tree_paths
 from jaxmp.fp8 import DelayedScaling, is_scale
+from policy_steps import filled
+from regimes import mesh_of
 
-SIDE, DEPTH = 16, 5
+SIDE, DEPTH = 16, 4
 RECIPE = DelayedScaling(amax_history_len=4)
 X = np.random.default_rng(0).normal(size=(8 * SIDE, SIDE)).astype(np.float32)
 W = [np.random.default_rng(i).normal(size=(SIDE, SIDE)).astype(np.float32) / 6 for i in range(DEPTH)]
@@ -42,15 +44,22 @@ def loss_fn(params, x):
 
 @functools.cache
 def params32():
-    params = jax.jit(MODEL.init)(jax.random.key(0), X)["params"]
-    return {
-        name: layer | {"kernel": jnp.asarray(w)} for (name, layer), w in zip(sorted(params.items()), W, strict=True)
-    }
+    params = filled(MODEL.init, jax.random.key(0), X)["params"]
+    return {name: layer | {"kernel": w} for (name, layer), w in zip(sorted(params.items()), W, strict=True)}
 
 
 def make(policy="fp8", **kwargs):
-    tx = jaxmp.mixed_precision(optax.adam(1e-3), policy, recipe=RECIPE, **kwargs)
+    """(tx, params, opt_state)."""
+    tx = jaxmp.mixed_precision(optax.sgd(1e-3), policy, recipe=RECIPE, **kwargs)
     return tx, jaxmp.get_policy(policy).cast_to_param(params32()), tx.init(params32())
+
+
+@functools.cache
+def calibrated():
+    """The params and state of one device, by the compiled calibration."""
+    tx, params, opt_state = make()
+    run = jax.jit(lambda params, x, opt_state: jaxmp.fp8.calibrate(loss_fn, params, x, tx=tx, opt_state=opt_state))
+    return jax.device_get(run(params, X, opt_state))
 
 
 def exact_amaxes():
@@ -59,45 +68,33 @@ def exact_amaxes():
     for w in W:
         inputs.append(inputs[-1] @ w)
     grad = 2e-4 * inputs[-1] / inputs[-1].size
-    found = []
+    amaxes = []
     for w, x in zip(reversed(W), reversed(inputs[:-1]), strict=True):
-        found.append(tuple(np.max(np.abs(t)) for t in (x, w, grad)))
+        amaxes.append(tuple(np.max(np.abs(t)) for t in (x, w, grad)))
         grad = grad @ w.T
-    return found[::-1]
+    return amaxes[::-1]
 
 
 def scales(params):
     return {path: x for path, x in tree_paths.leaves_by_path(params).items() if is_scale(path)}
 
 
-def check(params, opt_state, factor=1.0):
+def check(params, opt_state):
     """Each scale is that of the exact amax, or its neighbour where the amax lies close to a power of two."""
     for i, amaxes in enumerate(exact_amaxes()):
-        leaves = params[f"Dense_{i}"]["Fp8DotGeneral_0"]
-        for (name, leaf), amax, limit in zip(
-            sorted(leaves.items(), key=lambda item: ["lhs", "rhs", "grad"].index(item[0].split("_")[1])),
-            amaxes,
-            (448.0, 448.0, 57344.0),
-            strict=True,
-        ):
+        leaves = {name.split("_")[1]: x for name, x in params[f"Dense_{i}"]["Fp8DotGeneral_0"].items()}
+        for name, amax, limit in zip(("lhs", "rhs", "grad"), amaxes, (448.0, 448.0, 57344.0), strict=True):
             low, high = (np.floor(np.log2(limit / (amax * slack))) for slack in (1.2, 0.8))
-            assert low <= float(leaf) <= high, (i, name, float(leaf), amax)
+            assert low <= float(leaves[name]) <= high, (i, name, float(leaves[name]), amax)
     metrics = jaxmp.get_metrics(opt_state)
     assert float(metrics["fp8/unused"]) == float(metrics["fp8/lost_gradients"]) == 0
 
 
 @pytest.mark.thorough(0)
-def test_without_it_the_metrics_count_the_gradients_that_are_lost():
-    tx, params, opt_state = make()
-    _, grads = jax.jit(jaxmp.value_and_grad(loss_fn))(params, X, opt_state=opt_state)
-    _, opt_state = jax.jit(functools.partial(jaxmp.apply_gradients, tx))(grads, opt_state, params)
-    assert float(jaxmp.get_metrics(opt_state)["fp8/lost_gradients"]) == DEPTH - 1
-
-
-@pytest.mark.thorough(0)
 def test_one_pass_fills_all_histories_and_changes_nothing_else():
+    """Without it the metrics count the gradients that are lost."""
     tx, params, opt_state = make()
-    new, state = jaxmp.fp8.calibrate(loss_fn, params, X, tx=tx, opt_state=opt_state)
+    new, state = calibrated()
     check(new, state)
     is_history = lambda path: "fp8_scales" in path or is_scale(path)  # noqa: E731
     for before, after in ((params, new), (opt_state, state)):
@@ -106,9 +103,14 @@ def test_one_pass_fills_all_histories_and_changes_nothing_else():
         others = [path for path in before if not is_history(path)]
         assert others
         assert_moved([after[path] for path in others], [before[path] for path in others])
-    _, grads = jax.jit(jaxmp.value_and_grad(loss_fn))(new, X, opt_state=state)
-    _, state = jax.jit(functools.partial(jaxmp.apply_gradients, tx))(grads, state, new)
-    assert float(jaxmp.get_metrics(state)["fp8/lost_gradients"]) == 0
+
+    @jax.jit
+    def step(params, opt_state):
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, X, opt_state=opt_state)
+        return jaxmp.apply_gradients(tx, grads, opt_state, params)[1]
+
+    assert float(jaxmp.get_metrics(step(params, opt_state))["fp8/lost_gradients"]) == DEPTH - 1
+    assert float(jaxmp.get_metrics(step(new, state))["fp8/lost_gradients"]) == 0
 
 
 @pytest.mark.thorough(0)
@@ -121,27 +123,26 @@ def test_weights_that_were_loaded_are_evaluated_within_the_rounding_of_fp8():
     def error(params):
         return np.linalg.norm(evaluate(params) - exact) / np.linalg.norm(exact)
 
-    new, _ = jaxmp.fp8.calibrate(loss_fn, params, x, tx=tx, opt_state=opt_state)
+    new, _ = jax.jit(lambda p, s: jaxmp.fp8.calibrate(loss_fn, p, x, tx=tx, opt_state=s))(params, opt_state)
     of_roundings = np.sqrt(2 * DEPTH / 3) * 2.0**-4  # of the inputs and weights of all layers, each uniform within 2^-4
     assert error(new) < of_roundings < 0.5 < error(params)
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize(("policy", "jit"), [("bf16", False), ("fp16", True)])
-def test_a_loss_scale_that_overflows_is_lowered_and_stays(policy, jit):
-    tx, params, opt_state = make(policy, loss_scale=jaxmp.DynamicLossScale(2.0**40, max_scale=2.0**60))
-    model = Stack(jnp.float16 if policy == "fp16" else jnp.bfloat16)
+def test_a_loss_scale_that_overflows_is_lowered_and_stays():
+    tx, params, opt_state = make("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**40, max_scale=2.0**60))
+    model = Stack(jnp.float16)
 
     def loss(params, x):
         return 1e-4 * jnp.mean(model.apply({"params": params}, x).astype(jnp.float32) ** 2)
 
-    run = functools.partial(jaxmp.fp8.calibrate, loss, tx=tx)
-    new, state = (jax.jit(run) if jit else run)(params, X, opt_state=opt_state)
+    new, state = jax.jit(functools.partial(jaxmp.fp8.calibrate, loss, tx=tx))(params, X, opt_state=opt_state)
     check(new, state)
     assert float(jaxmp.get_loss_scale(state)) == 2.0**40
     assert int(jaxmp.get_metrics(state)["skipped_steps"]) == 0
 
 
+@pytest.mark.thorough(0)
 def test_scales_that_are_no_powers_of_two_arrive_in_one_call():
     recipe = DelayedScaling(amax_history_len=4, power_of_two=False)
     layer = nn.Dense(SIDE, dot_general_cls=functools.partial(jaxmp.linen.Fp8DotGeneral, recipe=recipe))
@@ -151,7 +152,7 @@ def test_scales_that_are_no_powers_of_two_arrive_in_one_call():
     def loss(params, x):
         return 1e-9 * jnp.mean(layer.apply({"params": params}, x) ** 2)
 
-    new, _ = jaxmp.fp8.calibrate(loss, params, X, tx=tx, opt_state=tx.init(params))
+    new, _ = jax.jit(functools.partial(jaxmp.fp8.calibrate, loss, tx=tx))(params, X, opt_state=tx.init(params))
     y = jax.jit(layer.apply)({"params": params}, X)
     scale = float(new["Fp8DotGeneral_0"]["fp8_grad_e5m2_scale"])
     expected = 57344 / (2e-9 * np.max(np.abs(y)) / y.size)
@@ -170,45 +171,31 @@ def test_under_accumulation_and_with_aux():
 
 
 @pytest.mark.thorough(0)
-def test_in_shard_map_all_devices_get_the_same():
-    tx, params, opt_state = make("fp16")
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+@pytest.mark.parametrize(
+    "regime", ["shard_map", "shard_map without check_vma", "sharded jit", "pmap", "pmap, named axis"]
+)
+def test_all_devices_get_the_scales_of_one(regime):
+    """In pmap the axis is found, or named."""
+    tx, params, opt_state = make()
+    axis_name = "data" if regime == "pmap, named axis" else "auto"
 
     def run(params, opt_state, x):
-        return jaxmp.fp8.calibrate(loss_fn, params, x, tx=tx, opt_state=opt_state)
+        return jaxmp.fp8.calibrate(loss_fn, params, x, tx=tx, opt_state=opt_state, axis_name=axis_name)
 
-    found = []
-    for check_vma in (True, False):
-        mapped = jax.shard_map(run, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=check_vma)
-        found.append(scales(jax.jit(mapped)(params, opt_state, X)[0]))
-    sharded = jax.device_put(X, NamedSharding(mesh, P("data")))
-    found.append(scales(jax.jit(run)(params, opt_state, sharded)[0]))
-    assert_exact(found[1], found[0])
-    assert_exact(found[2], found[0])
-
-
-@pytest.mark.thorough(0)
-def test_in_pmap_all_devices_get_those_of_one():
-    """Also in eager pmap, with the axis named or found."""
-    tx, params, opt_state = make()
-    alone = jax.jit(lambda p, o, x: jaxmp.fp8.calibrate(loss_fn, p, x, tx=tx, opt_state=o))(params, opt_state, X)
-    batch = X.reshape(4, -1, SIDE)
-    for axis_name in ("auto", "data"):
-        run = functools.partial(jaxmp.fp8.calibrate, loss_fn, tx=tx, axis_name=axis_name)
-        mapped = jax.pmap(lambda p, x, o, run=run: run(p, x, opt_state=o), axis_name="data", in_axes=(None, 0, None))
-        found, histories = mapped(params, batch, opt_state)
+    mesh, x = mesh_of(), X
+    if regime.startswith("shard_map"):
+        specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+        run = jax.shard_map(run, mesh=mesh, **specs, check_vma=regime == "shard_map")
+    if regime == "sharded jit":
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    if regime.startswith("pmap"):
+        mapped = jax.pmap(run, axis_name="data", in_axes=(None, None, 0), devices=jax.devices()[:4])
+        new, state = mapped(params, opt_state, X.reshape(4, -1, SIDE))
         for i in range(4):
-            assert_exact(scales(jax.tree.map(lambda x, i=i: x[i], found)), scales(alone[0]))
-        check(jax.tree.map(lambda x: x[0], found), jax.tree.map(lambda x: x[0], histories))
-
-
-@pytest.mark.thorough(0)
-def test_a_train_state():
-    tx, _, _ = make()
-    state = jaxmp.linen.TrainState.create(apply_fn=MODEL.apply, params=params32(), tx=tx, policy="fp8")
-    state = jax.jit(lambda state, x: state.calibrate(loss_fn, x))(state, X)
-    check(state.params, state.opt_state)
-    assert int(state.step) == 0
+            assert_exact(scales(jax.tree.map(lambda x, i=i: np.asarray(x)[i], new)), scales(calibrated()[0]))
+        check(*jax.tree.map(lambda x: np.asarray(x)[0], (new, state)))
+    else:
+        assert_exact(jax.device_get(scales(jax.jit(run)(params, opt_state, x)[0])), scales(calibrated()[0]))
 
 
 @pytest.mark.thorough(0)
@@ -239,19 +226,16 @@ def test_what_cannot_be_calibrated_is_refused():
         jaxmp.fp8.calibrate(loss_fn, params, np.full_like(X, np.inf), tx=tx, opt_state=opt_state)
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("jit", [False, True])
-def test_a_train_state_runs_the_loss_under_its_policy(jit):
+def test_a_train_state_runs_the_loss_under_its_policy():
     """As the README writes it: no `policy=` in the call, and a model without a dtype."""
     model = nn.Sequential([nn.Dense(SIDE) for _ in range(3)])
-    with jaxmp.autocast("fp8"):
-        params = jax.jit(model.init)(jax.random.key(0), X)["params"]
+    params = filled(jaxmp.autocast(model.init, "fp8"), jax.random.key(0), X)["params"]
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8")
     state = jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy="fp8")
 
     def loss(params, x):
         return jnp.mean(model.apply({"params": params}, x) ** 2)
 
-    run = lambda state: state.calibrate(loss, X)  # noqa: E731
-    metrics = (jax.jit(run) if jit else run)(state).metrics
-    assert float(metrics["fp8/unused"]) == float(metrics["fp8/lost_gradients"]) == 0
+    new = jax.jit(lambda state: state.calibrate(loss, X))(state)
+    assert int(new.step) == 0
+    assert float(new.metrics["fp8/unused"]) == float(new.metrics["fp8/lost_gradients"]) == 0

@@ -12,11 +12,13 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import helpers
 import jaxmp
 from matmul_dtypes import matmuls
+from policy_steps import filled
+from regimes import mesh_of
 
 X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 W = {"a": X / 4, "b": X.T / 4}
@@ -89,9 +91,11 @@ NAIVE = {
 }
 
 
+CASES = [(kind, "bf16") for kind in NAIVE] + [("plain", "fp16")]
+
+
 @pytest.mark.thorough(5)
-@pytest.mark.parametrize("of", ["fp16", "bf16"])
-@pytest.mark.parametrize("kind", NAIVE)
+@pytest.mark.parametrize(("kind", "of"), CASES)
 def test_it_is_said_once(kind, of):
     (message,) = said(step(NAIVE[kind], of), X)
     assert message.startswith(f"the params are {jaxmp.get_policy(of).param_dtype.name}, but {NOTHING_LOW}")
@@ -99,23 +103,17 @@ def test_it_is_said_once(kind, of):
 
 
 def test_it_is_said_once_in_every_regime():
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-
-    def local(x):
-        return lax.pmean(step()(x), "data")
-
+    local = lambda x: lax.pmean(step()(x), "data")  # noqa: E731
+    spread = functools.partial(jax.shard_map, local, mesh=mesh_of(), in_specs=P("data"), out_specs=P())
     regimes = {
         "microbatches": step(accumulate=4),
-        "shard_map": jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P()),
-        "unchecked": jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False),
+        "shard_map": spread(),
+        "unchecked": spread(check_vma=False),
         "scan over steps": lambda x: lax.scan(lambda c, x: (c, step()(x)[0]), 0.0, x[None]),
         "vmap": jax.vmap(lambda row: step()(row[None])),
     }
     for name, fn in regimes.items():
         assert [NOTHING_LOW in message for message in said(fn, X)] == [True], name
-
-
-def test_a_jitted_step_says_it_once():
     run = jax.jit(step())
     with pytest.warns(UserWarning, match=NOTHING_LOW):
         run(X)
@@ -126,15 +124,15 @@ def test_it_is_said_of_nnx():
     model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
     optimizer = jaxmp.nnx.Optimizer(model, jaxmp.mixed_precision(optax.sgd(0.1), "bf16"), wrt=nnx.Param, policy="bf16")
     grad_fn = jaxmp.nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))
-    with pytest.warns(UserWarning, match=NOTHING_LOW):
-        grad_fn(model, X, opt_state=optimizer.opt_state)
+    (message,) = said(lambda x: grad_fn(model, x, opt_state=optimizer.opt_state)[0], X)
+    assert NOTHING_LOW in message
 
 
 def test_an_opt_state_that_left_its_train_state_brings_no_policy():
     """After a jit of its own it is a plain one: that is said, and not guessed."""
     model = nn.Dense(16)
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16")
-    params = model.init(jax.random.key(0), X)["params"]
+    params = filled(model.init, jax.random.key(0), X)["params"]
     state = jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=tx, policy="bf16")
 
     def loss(params, x):
@@ -158,18 +156,16 @@ def test_a_policy_that_only_the_optimizer_knows(of):
         (message,) = said(step(NAIVE[kind], of), X)
         assert message.startswith("the policy of the optimizer computes in 16 bits") and NOTHING_LOW in message
         assert "policy=..." in message and 'policy="fp32"' in message
-    opt_state = made(of)[1]
     passed = lambda params, opt_state: jaxmp.value_and_grad(loss_fn)(params, X, opt_state=opt_state)  # noqa: E731
-    assert len(said(jax.jit(passed), W, opt_state)) == 1  # the state says it as an argument, too
+    assert len(said(passed, W, made(of)[1])) == 1  # the state says it as an argument, too
     steps = lambda params, s: lax.scan(lambda s, _: (s, passed(params, s)[0]), s, None, length=2)  # noqa: E731
-    assert len(said(steps, W, opt_state)) == 1
+    assert len(said(steps, W, made(of)[1])) == 1
 
 
 def test_a_chain_around_it_and_a_step_before_say_so_too():
-    tx = jaxmp.mixed_precision(optax.adam(0.1), "16-mixed", before=jaxmp.reduce_gradients())
-    opt_state = tx.init(W)
-    _, opt_state = jaxmp.apply_gradients(tx, jax.tree.map(jnp.ones_like, W), opt_state, W)
-    opt_state = jax.device_put(jax.device_get(opt_state))
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "16-mixed", before=jaxmp.reduce_gradients())
+    step_before = jax.jit(lambda grads, state, params: jaxmp.apply_gradients(tx, grads, state, params)[1])
+    opt_state = jax.device_put(jax.device_get(step_before(W, tx.init(W), W)))
     assert len(said(lambda x: jaxmp.value_and_grad(loss_fn)(W, x, opt_state=opt_state), X)) == 1
     model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -179,8 +175,7 @@ def test_a_chain_around_it_and_a_step_before_say_so_too():
 
 
 def test_silence_where_the_loss_keeps_to_the_policy_of_the_optimizer():
-    own = lambda params, x: in_float16(params, x)  # noqa: E731
-    for loss in (own, region_inside):
+    for loss in (in_float16, region_inside):
         assert said(step(loss, "16-mixed"), X) == []
     for policy in ("16-mixed", "fp32"):
         assert said(step(of="16-mixed", policy=policy), X) == []
@@ -230,10 +225,7 @@ def test_silence(kind):
 
 def test_silence_of_short_products_where_autocast_is_said():
     """It keeps them in float32 itself."""
-
-    def short(params, x):
-        return jnp.mean(x[:, :4] @ params["a"][:4])
-
+    short = lambda params, x: jnp.mean(x[:, :4] @ params["a"][:4])  # noqa: E731
     assert NOTHING_LOW in said(step(short), X)[0]
     assert said(step(short, policy="bf16"), X) == []
     with jaxmp.autocast(jnp.bfloat16):
@@ -252,15 +244,14 @@ def test_silence_where_float32_is_what_was_asked_for():
 # A policy that is not kept
 
 
-def test_a_policy_of_which_nothing_computes_in_16_bits():
-    model = nn.Dense(16)
-    params = model.init(jax.random.key(0), X)
-    for policy in ("bf16", "16-mixed"):
-        kept = jaxmp.get_policy(policy, keep_fp32="*")
-        opt_state = jaxmp.mixed_precision(optax.sgd(0.1), kept).init(params)
-        run = jaxmp.value_and_grad(lambda params, x: jnp.mean(model.apply(params, x) ** 2), policy=kept)
-        (message,) = said(lambda x, run=run, s=opt_state: run(params, x, opt_state=s), X)
-        assert f"the policy says {kept.compute_dtype.name}, but {NOTHING_LOW}" in message and "keep_fp32" in message
+@pytest.mark.parametrize("name", ["bf16", "16-mixed"])
+def test_a_policy_of_which_nothing_computes_in_16_bits(name):
+    model, policy = nn.Dense(16), jaxmp.get_policy(name, keep_fp32="*")
+    params = filled(model.init, jax.random.key(0), X)
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), policy).init(params)
+    run = jaxmp.value_and_grad(lambda params, x: jnp.mean(model.apply(params, x) ** 2), policy=policy)
+    (message,) = said(lambda x: run(params, x, opt_state=opt_state), X)
+    assert f"the policy says {policy.compute_dtype.name}, but {NOTHING_LOW}" in message and "keep_fp32" in message
 
 
 def test_a_policy_that_says_fp8_where_nothing_runs_in_fp8():
@@ -277,32 +268,25 @@ def in_float16(params, x):
     return jnp.mean((x.astype(jnp.float16) @ params["a"].astype(jnp.float16)).astype(jnp.float32) ** 2)
 
 
-class Float16(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(3):
-            x = nn.Dense(16, dtype=jnp.float16)(x)
-        return x.astype(jnp.float32)
-
-
-def test_float16_modules_under_fp8():
-    with jaxmp.autocast("fp8"):
-        params = Float16().init(jax.random.key(0), X)["params"]
+@pytest.mark.parametrize(
+    ("policy", "scale", "count"),
+    [("fp8", None, 1), (None, None, 1), ("fp8", 1024.0, 0), (None, jaxmp.DynamicLossScale(), 0)],
+)
+def test_float16_modules_under_fp8(policy, scale, count):
+    model = nn.Sequential([nn.Dense(16, dtype=jnp.float16) for _ in range(3)])
+    params = filled(jaxmp.autocast(model.init, "fp8"), jax.random.key(0), X)["params"]
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", loss_scale=scale).init(params)
 
     def loss(params, x):
-        return jnp.mean(Float16().apply({"params": params}, x) ** 2)
+        return jnp.mean(model.apply({"params": params}, x).astype(jnp.float32) ** 2)
 
-    for policy in ("fp8", None):
-        for scale, count in ((None, 1), (1024.0, 0), (jaxmp.DynamicLossScale(), 0)):
-            opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", loss_scale=scale).init(params)
+    def run(x):
+        with jaxmp.autocast("fp8"):
+            return jaxmp.value_and_grad(loss, policy=policy)(params, x, opt_state=opt_state)
 
-            def run(x, opt_state=opt_state, policy=policy):
-                with jaxmp.autocast("fp8"):
-                    return jaxmp.value_and_grad(loss, policy=policy)(params, x, opt_state=opt_state)
-
-            messages = said(run, X)
-            assert len(messages) == count, (policy, scale)
-            assert all("matmuls run in float16, and there is no loss scale" in m for m in messages)
+    messages = said(run, X)
+    assert len(messages) == count
+    assert all("matmuls run in float16, and there is no loss scale" in m for m in messages)
 
 
 @pytest.mark.parametrize("of", ["bf16", "fp32", "bf16-mixed"])
@@ -336,29 +320,27 @@ PICTURES = jnp.ones((2, 28, 28, 1))  # products in fp8 are padded to 16 rows, wh
 
 
 def fp8_step(model: Any, x: Any, policy: Any = "fp8", **options: Any) -> Any:
-    params = jax.eval_shape(jaxmp.autocast(model.init, policy), jax.random.key(0), x)["params"]
-    params = jax.tree.map(lambda p: jnp.ones(p.shape, p.dtype), params)
+    params = filled(jaxmp.autocast(model.init, policy), jax.random.key(0), x)["params"]
     opt_state = jaxmp.mixed_precision(optax.sgd(0.1), policy).init(params)
-
-    def loss(params, x):
-        return jnp.mean(model.apply({"params": params}, x) ** 2)
-
+    loss = lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2)  # noqa: E731
     return lambda x: jaxmp.value_and_grad(loss, policy=policy, **options)(params, x, opt_state=opt_state)
 
 
-@pytest.mark.parametrize("recipe", [jaxmp.fp8.DelayedScaling(), jaxmp.fp8.CurrentScaling()])
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
-def test_a_cnn_is_told_the_share_of_fp8(recipe, options):
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize(
+    ("recipe", "accumulate"),
+    [(jaxmp.fp8.DelayedScaling(), 2), (jaxmp.fp8.CurrentScaling(), 1)],
+    ids=["delayed", "current"],
+)
+def test_a_cnn_is_told_the_share_of_fp8(recipe, accumulate):
     policy = dataclasses.replace(jaxmp.get_policy("fp8"), recipe=recipe)
-    (message,) = set(said(fp8_step(Cnn(), PICTURES, policy, **options), PICTURES))
-    assert (
-        "17% of the FLOPs of the loss's matmuls and convolutions run in it; the rest (83% are of convolutions)"
-        in message
-    )
-    assert "#little-in-fp8" in message
-    share = jaxmp.explain_autocast(Cnn().apply, jax.eval_shape(Cnn().init, jax.random.key(0), PICTURES), PICTURES)
-    convolutions = sum(row.flops for row in share.rows if row.name.startswith("conv"))
-    assert round(100 * convolutions / sum(share.matmul_flops_by_dtype().values())) == 83
+    (message,) = set(said(fp8_step(Cnn(), PICTURES, policy, accumulate=accumulate), PICTURES))
+    share = "17% of the FLOPs of the loss's matmuls and convolutions run in it; the rest (83% are of convolutions)"
+    assert share in message and "#little-in-fp8" in message
+    shapes = jax.eval_shape(Cnn().init, jax.random.key(0), PICTURES)
+    explained = jaxmp.explain_autocast(Cnn().apply, shapes, PICTURES)
+    convolutions = sum(row.flops for row in explained.rows if row.name.startswith("conv"))
+    assert round(100 * convolutions / sum(explained.matmul_flops_by_dtype().values())) == 83
 
 
 def test_a_model_of_matmuls_is_not_told():
@@ -382,7 +364,7 @@ class Scanned(nn.Module):
 def test_scanned_layers_are_looked_at_inside_another_autocast():
     """There the scan stands as it was written, with its scales among its first operands."""
     policy = jaxmp.get_policy("fp8")
-    params = jaxmp.autocast(Stack().init, policy)(jax.random.key(0), jnp.ones((16, 64)))["params"]
+    params = filled(jaxmp.autocast(Stack().init, policy), jax.random.key(0), jnp.ones((16, 64)))["params"]
     opt_state = jaxmp.mixed_precision(optax.sgd(0.1), policy).init(params)
     loss = jaxmp.autocast(lambda params, x: jnp.mean(Stack().apply({"params": params}, x) ** 2), "bf16")
     step = jax.jit(lambda x: jaxmp.value_and_grad(loss, policy=policy)(params, x, opt_state=opt_state)[0])
@@ -392,6 +374,7 @@ def test_scanned_layers_are_looked_at_inside_another_autocast():
     assert (row.written, row.runs_in, row.count, row.flops) == ("float32", "float8_e4m3fn", 2, 2 * 2 * 16 * 64 * 64)
 
 
+@pytest.mark.thorough(0)
 def test_an_nnx_cnn_is_told():
     rngs = nnx.Rngs(0)
     flat = lambda x: x.reshape(len(x), -1)  # noqa: E731
@@ -408,12 +391,10 @@ def test_an_nnx_cnn_is_told():
 # Losses with gradients inside
 
 
-@pytest.mark.parametrize("of", ["bf16", "16-mixed", "bf16-mixed"])
-@pytest.mark.parametrize("inner", ["jax", "jaxmp"])
+@pytest.mark.parametrize(("of", "inner"), [("bf16", "jaxmp"), ("16-mixed", "jax"), ("bf16-mixed", "jaxmp")])
 def test_a_step_in_the_loss_runs_in_the_policy(of, inner):
     """The inner loss is traced in float32 and cast with all the rest, so nothing is said of it."""
-    params, opt_state = made(of)
-    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), of, loss_scale=1.0).init(W)
+    params, opt_state = made(of, loss_scale=1.0)
 
     def after_a_step(params, x):
         if inner == "jax":
@@ -437,7 +418,7 @@ def test_a_critic_in_the_loss_of_an_actor(enabled):
     """Its scales belong to its own loss: the warning says how to run it in 16 bits, and that way is silent."""
     model = nn.Sequential([nn.Dense(32) for _ in range(5)])
     x = jnp.ones((16, 32))
-    actor, critic = (jaxmp.autocast(model.init, "fp8")(jax.random.key(i), x)["params"] for i in range(2))
+    actor = critic = filled(jaxmp.autocast(model.init, "fp8"), jax.random.key(0), x)["params"]
     opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp8").init(actor)
 
     def loss(params, critic, x):

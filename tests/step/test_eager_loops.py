@@ -12,6 +12,7 @@ from flax import nnx
 
 import jaxmp
 from helpers import compilations
+from policy_steps import filled
 
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(4, 16)
 
@@ -33,8 +34,7 @@ class NnxModel(nnx.Module):
 def linen_steps(policy, **options):
     """A function that takes a step with a loss that is made anew and closes over `factor`."""
     model = Model()
-    with jaxmp.autocast(policy):
-        params = model.init(jax.random.key(0), X)["params"]
+    params = filled(jaxmp.autocast(model.init, policy), jax.random.key(0), X)["params"]
     state = jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1), policy=policy)
 
     def step(factor):
@@ -77,12 +77,8 @@ CURRENT = dataclasses.replace(jaxmp.get_policy("fp8"), recipe=jaxmp.fp8.CurrentS
 CASES = [
     (linen_steps, "fp8", {}),
     (nnx_steps, "fp8", {}),
-    (linen_steps, "fp8", {"accumulate": 2}),
     (linen_steps, "bf16", {"accumulate": 2}),
-    (plain_steps, "bf16-mixed", {"accumulate": 2}),
     (plain_steps, CURRENT, {}),
-    (linen_steps, CURRENT, {}),
-    (linen_steps, "bf16", {}),
     (nnx_steps, "bf16-mixed", {}),
     (plain_steps, "fp16", {}),
 ]

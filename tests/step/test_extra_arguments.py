@@ -22,8 +22,7 @@ def sam(**kwargs):
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("policy", ["fp32", "bf16"])
-@pytest.mark.parametrize("place", ["alone", "in a chain", "8 bits"])
+@pytest.mark.parametrize(("policy", "place"), [("bf16", "alone"), ("fp32", "in a chain"), ("bf16", "8 bits")])
 def test_a_transform_with_a_fixed_list_of_arguments(policy, place):
     """SAM takes none of jaxmp's own; its two alternating steps are those of plain optax on float32 params."""
     inner = {
@@ -32,13 +31,14 @@ def test_a_transform_with_a_fixed_list_of_arguments(policy, place):
         "8 bits": lambda: jaxmp.compress_moments(contrib.sam(optax.sgd(0.1, 0.9), optax.sgd(0.05)), jnp.bfloat16),
     }[place]()
     tx = jaxmp.mixed_precision(inner, policy)
+    step = jax.jit(lambda g, state, params: jaxmp.apply_gradients(tx, g, state, params))
+    plain = jax.jit(lambda g, state, params: jaxmp.apply_gradients(inner, g, state, params))
     expected, plain_state = PARAMS, inner.init(PARAMS)
     params, state = jaxmp.get_policy(policy).cast_to_param(PARAMS), tx.init(PARAMS)
     for i in range(4):
         g = {"w": np.array([0.5, -0.25], np.float32) * (i + 1)}
-        params, state = jaxmp.apply_gradients(tx, g, state, params)
-        updates, plain_state = inner.update(g, plain_state, expected)
-        expected = optax.apply_updates(expected, updates)
+        params, state = step(g, state, params)
+        expected, plain_state = plain(g, plain_state, expected)
     np.testing.assert_allclose(jaxmp.get_master_params(state, params)["w"], expected["w"], rtol=1e-6)
 
 
@@ -71,11 +71,9 @@ def new_state(tx):
     return State.create(apply_fn=None, params=PARAMS, tx=tx, batch_stats=jnp.zeros(2))
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("policy", ["bf16", "fp16"])
-def test_a_line_search_finds_the_minimum_as_in_float32(policy):
+def test_a_line_search_finds_the_minimum_as_in_float32():
     """Its `value_fn` takes the params alone, and the gradients are given as they came, times the loss scale."""
-    target = jnp.linspace(0.5, 2.0, 8)
+    target = np.linspace(0.5, 2.0, 4, dtype=np.float32)
 
     def loss_of(params):
         return jnp.sum(jnp.cosh(params["w"].astype(jnp.float32) - target))
@@ -83,7 +81,7 @@ def test_a_line_search_finds_the_minimum_as_in_float32(policy):
     def trained(policy):
         policy = jaxmp.get_policy(policy)
         tx = jaxmp.mixed_precision(optax.lbfgs(), policy, loss_scale=1024.0)
-        params32 = {"w": jnp.zeros(8)}
+        params32 = {"w": np.zeros(4, np.float32)}
 
         @jax.jit
         def step(params, state):
@@ -95,8 +93,7 @@ def test_a_line_search_finds_the_minimum_as_in_float32(policy):
             params, state = step(params, state)
         return params["w"].astype(jnp.float32)
 
-    assert_close(trained("fp32"), target, atol=1e-3)
-    assert_close(trained(policy), target, atol=0.02)  # gradients of params in 16 bits are off by their rounding
+    assert_close(trained("fp16"), target, atol=0.02)  # gradients of params in 16 bits are off by their rounding
 
 
 def reads_by_name(name):
@@ -117,27 +114,14 @@ def test_arguments_that_are_taken_or_customary():
         (optax.MultiSteps(optax.sgd(0.1), 2), {"value": jnp.float32(1.0)}),
         (optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), {"value": jnp.float32(1.0)}),
     ]
+    stats = np.ones(2, np.float32)
     for inner, extra in cases:
         tx = jaxmp.mixed_precision(inner, "fp32")
-        jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, PARAMS), tx.init(PARAMS), PARAMS, **extra)
-        new_state(tx).apply_gradients(grads=jax.tree.map(jnp.copy, PARAMS), batch_stats=jnp.ones(2), **extra)
-
-
-@pytest.mark.thorough(0)
-@pytest.mark.parametrize("made", [lambda tx: tx, lambda tx: tx.gradient_transformation()], ids=["object", "transform"])
-def test_they_reach_an_optimizer_inside_multisteps(made):
-    """Its type says that it takes none; its `update` takes all."""
-    plateau = contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1.0)
-    plain = optax.chain(optax.sgd(0.1), plateau)
-    tx = jaxmp.mixed_precision(made(optax.MultiSteps(plain, 1)), "fp32")
-    step = jax.jit(lambda g, state, params: jaxmp.apply_gradients(tx, g, state, params, value=1.0))
-    params, state, plain_state = PARAMS, tx.init(PARAMS), plain.init(PARAMS)
-    for _ in range(4):
-        g = jax.tree.map(jnp.ones_like, PARAMS)
-        params, state = step(g, state, params)
-        _, plain_state = plain.update(g, plain_state, PARAMS, value=1.0)
-    assert_close(*(optax.tree.get(s, "ReduceLROnPlateauState") for s in (state, plain_state)))
-    assert float(optax.tree.get(optax.tree.get(state, "ReduceLROnPlateauState"), "scale")) < 1.0
+        state = new_state(tx)
+        jax.eval_shape(
+            lambda g, s, tx=tx, x=extra: jaxmp.apply_gradients(tx, g, s, PARAMS, **x), PARAMS, state.opt_state
+        )
+        jax.eval_shape(lambda s, g, x=extra: s.apply_gradients(grads=g, batch_stats=stats, **x), state, PARAMS)
 
 
 def bf16(inner):
@@ -155,7 +139,7 @@ def takes_all(seen):
 
 @pytest.mark.thorough(2)
 @pytest.mark.parametrize(
-    "made",
+    "make",
     [
         lambda tx: bf16(optax.MultiSteps(tx, 1)),
         lambda tx: bf16(optax.MultiSteps(tx, 1).gradient_transformation()),
@@ -165,9 +149,9 @@ def takes_all(seen):
     ],
     ids=["inside", "inside, transform", "of a chain", "in float32_moments", "in compress_moments"],
 )
-def test_they_reach_an_optimizer_below_multisteps(made):
+def test_they_reach_an_optimizer_below_multisteps(make):
     seen = []
-    tx, params = made(takes_all(seen)), {"w": jnp.ones(2, jnp.bfloat16)}
+    tx, params = make(takes_all(seen)), {"w": jnp.ones(2, jnp.bfloat16)}
     extra = {"value": jnp.float32(1.0), "grad": params, "value_fn": lambda p: jnp.sum(p["w"])}
 
     def run(grads, params):
@@ -180,7 +164,7 @@ def test_they_reach_an_optimizer_below_multisteps(made):
 # --- NumPy params, and derivatives of a step --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
 def test_init_copies_numpy_params(policy):
     """A master that shares its buffer with the caller's array would change with it."""
     mine = {"w": np.ones(3, np.float32)}
@@ -192,27 +176,17 @@ def test_init_copies_numpy_params(policy):
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("policy", ["fp16", "bf16"])
-def test_the_derivative_through_an_update_is_that_of_a_step(policy):
-    """By both ways of writing: rounding is straight through; d/d(rate) of sum(p'^2) = -2 sum(p' g)."""
-    tx_of = lambda rate: jaxmp.mixed_precision(optax.sgd(rate), policy, loss_scale=None if policy == "bf16" else 2.0)  # noqa: E731
-    params = {"w": jnp.array([1.0, 2.0], jaxmp.get_policy(policy).param_dtype)}
-    g = {"w": jnp.array([0.5, -0.25], jnp.float32)}
-    scale = 1.0 if policy == "bf16" else 2.0
+def test_the_derivative_through_an_update_is_that_of_a_step():
+    """Rounding is straight through; d/d(rate) of sum(p'^2) = -2 sum(p' g). That of `apply_gradients`: of masters."""
+    params, g = {"w": np.float16([1.0, 2.0])}, np.float32([0.5, -0.25])
 
-    def after(rate, by_update):
-        tx = tx_of(rate)
-        state, scaled = tx.init(params), jax.tree.map(lambda x: x * scale, g)
-        if by_update:
-            updates, state = tx.update(scaled, state, params)
-            new = optax.apply_updates(params, updates)
-        else:
-            new, state = jaxmp.apply_gradients(tx, scaled, state, params)
-        return jnp.sum(new["w"].astype(jnp.float32) ** 2)
+    def after(rate):
+        tx = jaxmp.mixed_precision(optax.sgd(rate), "fp16", loss_scale=2.0)
+        updates, _ = tx.update({"w": 2 * g}, tx.init({"w": np.float32([1.0, 2.0])}), params)
+        return jnp.sum(optax.apply_updates(params, updates)["w"].astype(jnp.float32) ** 2)
 
-    exact = -2 * np.sum((np.array([1.0, 2.0]) - 0.1 * np.asarray(g["w"])) * np.asarray(g["w"]))
-    for by_update in (True, False):
-        np.testing.assert_allclose(jax.grad(after)(jnp.float32(0.1), by_update), exact, rtol=0.1)
+    exact = -2 * np.sum((np.array([1.0, 2.0]) - 0.1 * g) * g)
+    np.testing.assert_allclose(jax.jit(jax.grad(after))(jnp.float32(0.1)), exact, rtol=0.1)
 
 
 def test_jmps_floor_of_zero_is_none():
@@ -221,9 +195,9 @@ def test_jmps_floor_of_zero_is_none():
     scale = jmp.DynamicLossScale(jnp.float32(8.0), min_loss_scale=jnp.float32(0.0))
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp16", loss_scale=scale)
     params = {"w": jnp.ones(2, jnp.float16)}
-    state, bad = tx.init(params), {"w": jnp.full(2, jnp.inf, jnp.float16)}
+    state, bad, update = tx.init(params), {"w": jnp.full(2, jnp.inf, jnp.float16)}, jax.jit(tx.update)
     for _ in range(5):
-        _, state = tx.update(bad, state, params)
+        _, state = update(bad, state, params)
     assert float(jaxmp.get_loss_scale(state)) == 0.25
 
 

@@ -1,16 +1,12 @@
 """The optimizer's side of delayed scaling: histories, leaves, checkpoints, and every way to get it wrong."""
 
-import functools
 import warnings
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxmp
 from fp8_model import (
@@ -28,12 +24,12 @@ from fp8_model import (
     start,
     to_host,
 )
-from helpers import assert_close, assert_exact, assert_moved, assert_same_program
+from helpers import assert_close, assert_exact, assert_moved
 from jaxmp._src.fp8 import amax_records
 from jaxmp._src.step import scales as scales_lib
 from jaxmp.fp8 import CurrentScaling, DelayedScaling, get_scales, resize_history
-from oracle_data import load, name_of
-from regimes import AXIS, DEVICES, mean_in_float32, mesh_of
+from oracle_data import load
+from regimes import AXIS, DEVICES, mean_in_float32
 
 F32 = np.float32
 ANY = DelayedScaling(amax_history_len=3, power_of_two=False)
@@ -44,42 +40,39 @@ ANY_NAMES = ("fp8_lhs_e4m3_scale", "fp8_rhs_e4m3_scale", "fp8_grad_e5m2_scale")
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("recipe", [RECIPE, ANY], ids=["powers", "any"])
-@pytest.mark.parametrize("shape", [(), (3,)], ids=["scalar", "stacked"])
+@pytest.mark.parametrize(("recipe", "shape"), [(RECIPE, (3,)), (ANY, ())], ids=["powers, stacked", "any, scalar"])
 def test_each_leaf_follows_its_recipe(recipe, shape):
     """All histories lie in one array, in the order of the tree; each column is the recipe's own state."""
     names = (LHS, RHS, GRAD) if recipe is RECIPE else ANY_NAMES
     first = 0.0 if recipe is RECIPE else 1.0
-    params = {"b": {name: jnp.full(shape, first) for name in names}, "a": {names[0]: jnp.full(shape, first)}}
+    params = {"b": {name: np.full(shape, first, F32) for name in names}, "a": {names[0]: np.full(shape, first, F32)}}
     tx = scales_lib.update_amax(recipe)
     state = tx.init(params)
     types = jax.tree.map(jax.typeof, state)
-    update = jax.jit(tx.update)
+    update, update_alone = jax.jit(tx.update), jax.jit(recipe.update, static_argnames="backward")
     alone = {path: recipe.init(shape) for path in get_scales(params)}
-    for i in range(5):
+    for i in range(4):
         rng = np.random.default_rng(i)
-        amax = jax.tree.map(lambda x, rng=rng: jnp.asarray(100 * rng.lognormal(size=x.shape), F32), params)
-        if i == 3:
-            amax["a"] = jax.tree.map(jnp.zeros_like, amax["a"])
+        amax = jax.tree.map(lambda x, rng=rng: np.asarray(100 * rng.lognormal(size=x.shape), F32), params)
+        if i == 2:
+            amax["a"] = jax.tree.map(np.zeros_like, amax["a"])
         moves, state = update(amax, state, params)
-        params = optax.apply_updates(params, moves)
+        params = jax.tree.map(np.add, params, to_host(moves))
         assert jax.tree.map(jax.typeof, state) == types
-        scales = get_scales(params)
-        for path, x in scales.items():
-            observed = functools.reduce(lambda tree, key: tree[key], path.split("/"), amax)
-            alone[path] = recipe.update(alone[path], observed, backward="grad" in path)
+        for path, x in get_scales(params).items():
+            layer, name = path.split("/")
+            alone[path] = update_alone(alone[path], amax[layer][name], backward="grad" in path)
             if recipe is RECIPE:
                 assert_exact(x, alone[path].scale)
             else:  # p + (new - p) is near new
                 assert_close(x, np.asarray(alone[path].scale), rtol=2.0**-11)
                 alone[path] = alone[path]._replace(scale=x)
         forward, backward = sorted(state.amax_states, key=lambda group: -group.scale.size)
-        flat = {True: backward, False: forward}
-        for is_gradient, group in flat.items():
-            members = [alone[path] for path in sorted(alone) if ("grad" in path) == is_gradient]
-            assert_exact(group.scale, jnp.concatenate([jnp.ravel(m.scale) for m in members]))
+        for is_gradient, group in ((True, backward), (False, forward)):
+            members = [to_host(alone[path]) for path in sorted(alone) if ("grad" in path) == is_gradient]
+            assert_exact(group.scale, np.concatenate([np.ravel(m.scale) for m in members]))
             columns = [m.amax_history.reshape(recipe.amax_history_len, -1) for m in members]
-            assert_exact(group.amax_history, jnp.concatenate(columns, axis=1))
+            assert_exact(group.amax_history, np.concatenate(columns, axis=1))
 
 
 def test_a_leaf_that_stays_gets_minus_zero():
@@ -127,7 +120,7 @@ def test_any_scale_moves_by_at_most_4096_a_step_and_the_state_records_the_leaf()
     assert float(after[ANY_NAMES[0]]) != 1
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("power_of_two", [True, False])
 def test_te_semantics_let_an_inf_into_the_history(power_of_two):
     """Only without the skip that `mixed_precision` makes of it; "jaxmp" never stores it."""
@@ -151,8 +144,7 @@ def test_te_semantics_let_an_inf_into_the_history(power_of_two):
 
 
 def test_mixed_precision_skips_an_inf_whatever_the_semantics():
-    recipe = DelayedScaling(amax_history_len=3, semantics="te")
-    tx = make_tx("bf16", recipe=recipe)
+    tx = make_tx("bf16", optax.sgd(0.1), DelayedScaling(amax_history_len=3, semantics="te"))
     params, opt_state = start(tx, "bf16", layer_params(0))
     grads = {"w": jnp.ones_like(params["w"])} | scale_leaves(value=np.inf)
     _, new = jax.jit(tx.update)(grads, opt_state, params)
@@ -162,15 +154,12 @@ def test_mixed_precision_skips_an_inf_whatever_the_semantics():
 
 def test_state_starts_from_the_leaves():
     """A model that is loaded with its leaves goes on with their scales."""
-    params = {LHS: jnp.float32(5.0), GRAD: jnp.float32(-3.0)}
+    params = {LHS: F32(5.0), GRAD: F32(-3.0)}
     state = scales_lib.update_amax(RECIPE).init(params)
     assert sorted(float(group.scale[0]) for group in state.amax_states) == [0.125, 32.0]
     assert get_scales(params) == {LHS: 32.0, GRAD: 0.125}
-    (scale,) = scales_lib.update_amax(ANY).init({ANY_NAMES[0]: jnp.float32(0.3)}).amax_states
-    assert_exact(scale.scale, F32([0.3]))
-
-
-def test_get_scales_of_other_params_is_empty():
+    (group,) = scales_lib.update_amax(ANY).init({ANY_NAMES[0]: F32(0.3)}).amax_states
+    assert_exact(group.scale, F32([0.3]))
     assert get_scales({"LayerNorm_0": {"scale": jnp.ones(2)}}) == {}
 
 
@@ -178,45 +167,62 @@ def test_get_scales_of_other_params_is_empty():
 
 
 def _te_cases():
+    """The recorded traces of finite amaxes, by the length of the history."""
     finite = lambda case: all(a is None or 2.0**-86 < a < np.inf or a == 0 for row in case["amaxes"] for a in row)  # noqa: E731
-    return [case for case in load("te_delayed_scaling")["cases"] if finite(case)]
+    cases = {}
+    for case in load("te_delayed_scaling")["cases"]:
+        if finite(case):
+            cases.setdefault(case["history_len"], []).append(case)
+    return cases
 
 
-@pytest.mark.thorough(3)
-@pytest.mark.parametrize("case", _te_cases(), ids=name_of)
-def test_a_layer_casts_with_the_scale_of_transformer_engine(case):
-    """Bit for bit, for any jump: `apply_gradients` writes the leaf, and adds nothing to it."""
-    recipe = DelayedScaling(
-        margin=case["margin"],
-        amax_history_len=case["history_len"],
-        amax_compute=case["algo"],
-        fp8_format="HYBRID",
-        power_of_two=False,
-        semantics="te",
-    )
-    name = ANY_NAMES[2 if case["fmt"] == "E5M2" else 0]
-    params = {"w": jnp.ones(1), name: jnp.ones(len(case["amaxes"][0]))}
-    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32", recipe=recipe)
+TE_CASES = _te_cases()
+
+
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize("length", TE_CASES)
+def test_a_layer_casts_with_the_scale_of_transformer_engine(length):
+    """Bit for bit, for any jump: `apply_gradients` writes the leaf, and adds nothing to it. Each case is a layer."""
+    params, recipes, rows = {"w": np.ones(1, F32)}, {}, {}
+    for i, case in enumerate(TE_CASES[length]):
+        name = ANY_NAMES[2 if case["fmt"] == "E5M2" else 0]
+        params[f"case_{i}"] = {name: np.ones(len(case["amaxes"][0]), F32)}
+        recipes[f"case_{i}/*"] = DelayedScaling(
+            margin=case["margin"],
+            amax_history_len=length,
+            amax_compute=case["algo"],
+            power_of_two=False,
+            semantics="te",
+        )
+        amaxes = [[0.0 if a is None else a for a in row] for row in case["amaxes"]]
+        rows[f"case_{i}/{name}"] = np.array(amaxes, F32), [np.array(row[1], F32) for row in case["trace"]]
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32", recipe=recipes)
     opt_state = tx.init(params)
 
     @jax.jit
-    def step(params, opt_state, amax):
-        grads = {"w": jnp.ones(1), name: amax_records.record(amax, amax > 0)}
+    def step(params, opt_state, amaxes):
+        grads = {"w": jnp.ones(1)}
+        for path, amax in amaxes.items():
+            layer, name = path.split("/")
+            grads[layer] = {name: amax_records.record(amax, amax > 0)}
         return jaxmp.apply_gradients(tx, grads, opt_state, params)
 
-    for row, expected in zip(case["amaxes"], case["trace"], strict=True):
-        amax = np.array([0.0 if a is None else a for a in row], F32)
-        params, opt_state = step(params, opt_state, amax)
-        assert_exact(get_scales(params)[name], np.array(expected[1], F32))
+    for i in range(max(len(trace) for _, trace in rows.values())):
+        amaxes = {path: seen[min(i, len(seen) - 1)] for path, (seen, _) in rows.items()}
+        params, opt_state = step(params, opt_state, amaxes)
+        scales = get_scales(params)
+        for path, (_, trace) in rows.items():
+            if i < len(trace):
+                assert_exact(scales[path], trace[i])
 
 
 # Histories of another length
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("length", [1, 2, 3, 6])
+@pytest.mark.parametrize("length", [1, 3, 6])
 def test_resized_histories_keep_the_newest(length):
-    tx, other = make_tx("bf16"), DelayedScaling(amax_history_len=length)
+    tx, other = make_tx("bf16", optax.sgd(0.1)), DelayedScaling(amax_history_len=length)
     params, opt_state = start(tx, "bf16", layer_params(0))
     update = jax.jit(tx.update)
     for amax in (1.0, 2.0, 4.0, 3.0):
@@ -224,10 +230,12 @@ def test_resized_histories_keep_the_newest(length):
         updates, opt_state = update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
     assert histories(opt_state)[0][:, 0].tolist() == [0.0, 2.0, 4.0, 3.0]
-    with pytest.warns(UserWarning, match=f"of length 4 becomes one of length {length}; the newest amaxes are") as seen:
+    with pytest.warns(
+        UserWarning, match=f"of length 4 becomes one of length {length}; the newest amaxes are"
+    ) as caught:
         resized = resize_history(opt_state, other)
-    assert [warning.filename for warning in seen] == [__file__]
-    expected = {1: [0.0], 2: [0.0, 3.0], 3: [0.0, 4.0, 3.0], 6: [0.0, 0.0, 0.0, 2.0, 4.0, 3.0]}[length]
+    assert [warning.filename for warning in caught] == [__file__]
+    expected = {1: [0.0], 3: [0.0, 4.0, 3.0], 6: [0.0, 0.0, 0.0, 2.0, 4.0, 3.0]}[length]
     for history in histories(resized):
         for column in range(history.shape[1]):
             assert_exact(history[:, column], F32(expected))
@@ -235,7 +243,7 @@ def test_resized_histories_keep_the_newest(length):
         warnings.simplefilter("error")
         assert_moved(resize_history(opt_state, RECIPE), opt_state)
     # training continues, and an update with the wrong length names the fix
-    other_tx = make_tx("bf16", recipe=other)
+    other_tx = make_tx("bf16", optax.sgd(0.1), other)
     jax.eval_shape(other_tx.update, grads, resized, params)
     message = f"the amax history must have the length {length}; got 4. Call jaxmp.fp8.resize_history"
     with pytest.raises(ValueError, match=message):
@@ -271,16 +279,8 @@ def update_of(recipe, params, grads=None):
             r"two for float8_e5m2. Pass both the same recipe",
         ),
         (
-            lambda: make_tx("fp32", recipe=ANY).init(layer_params(0)),
-            rf"got .*power_of_two=False.* for {GRAD}, which holds powers of two for float8_e5m2",
-        ),
-        (
             lambda: make_tx("bf16", recipe=None).init({"a": layer_params(0)}),
             rf"fp8 scales are moved by a recipe, not by the optimizer; got a/{GRAD} in the params and no recipe",
-        ),
-        (
-            lambda: make_tx("bf16", recipe=CurrentScaling()).init({"a": layer_params(0)}),
-            rf"fp8 scales are moved by a recipe, not by the optimizer; got a/{GRAD}",
         ),
         (
             lambda: make_tx("bf16", recipe={"a/*": RECIPE}).init({"b": layer_params(0)}),
@@ -303,8 +303,8 @@ def update_of(recipe, params, grads=None):
         ),
     ],
     ids=[
-        "no_leaves", "format", "kind", "no_recipe", "stateless", "no_pattern", "stateless_pattern",
-        "no_params", "no_history", "e5m2", "other_tree", "other_state",
+        "no_leaves", "format", "no_recipe", "no_pattern", "stateless_pattern", "no_params", "no_history", "e5m2",
+        "other_tree", "other_state",
     ],
 )  # fmt: skip
 def test_bad_input_is_named(make, message):
@@ -315,23 +315,9 @@ def test_bad_input_is_named(make, message):
 # The contract of a chain
 
 
-@pytest.mark.thorough(0)
-def test_state_keeps_structure_and_types():
-    tx = make_tx("fp16")
-    state = start(tx)
-    types = jax.tree.map(jax.typeof, state)
-    step = jax.jit(make_step(tx))
-    for i in range(3):
-        batch = make_batch(i)
-        batch["x"][0, 0] = np.inf if i == 1 else 1
-        state, _ = step(state, batch)
-        assert jax.tree.map(jax.typeof, state) == types
-    assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(state))
-
-
 def test_an_overflow_on_one_device_rolls_everything_back():
     """Params, masters, moments, histories, leaves, bit for bit, a weight and a leaf of -0.0 among them."""
-    tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**10, hysteresis=1))
+    tx = make_tx("fp16", optax.sgd(0.1, momentum=0.9), loss_scale=jaxmp.DynamicLossScale(2.0**10, hysteresis=1))
     params, opt_state = start(tx)
     params["a"]["w"] = params["a"]["w"].at[0, 0].set(-0.0)
     params["b"][GRAD] = jnp.float32(-0.0)
@@ -340,8 +326,8 @@ def test_an_overflow_on_one_device_rolls_everything_back():
     stack = lambda tree: jax.tree.map(lambda x: np.stack([np.asarray(x)] * DEVICES), tree)  # noqa: E731
     rows = lambda batch: {name: x.reshape(DEVICES, -1, x.shape[-1]) for name, x in batch.items()}  # noqa: E731
     state = jax.block_until_ready(apply(stack((params, opt_state)), rows(make_batch(0, 16 * DEVICES))))
-    params = jax.tree.map(lambda x: jnp.where(x == 0, -0.0, x).astype(x.dtype), state[0])
-    state = (params, state[1])
+    params, opt_state = to_host(state)  # arrays of the host again: the same program
+    state = (jax.tree.map(lambda x: np.where(x == 0, -0.0, x).astype(x.dtype), params), opt_state)
     batch = make_batch(1, 16 * DEVICES)
     batch["x"][16 + 2, 3] = np.inf  # of the second device
     new = jax.block_until_ready(apply(state, rows(batch)))
@@ -350,65 +336,15 @@ def test_an_overflow_on_one_device_rolls_everything_back():
     assert_moved(to_host((new[0], guarded(new[1]))), to_host((state[0], guarded(state[1]))))
 
 
-# Checkpoints
-
-
-def train(step, state, seeds):
-    for seed in seeds:
-        state, _ = step(state, make_batch(seed))
-    return jax.block_until_ready(state)
-
-
-@functools.cache
-def job():
-    """(tx, compiled step)."""
-    tx = make_tx("fp16", loss_scale=jaxmp.DynamicLossScale(2.0**10, growth_interval=2))
-    return tx, jax.jit(make_step(tx))
-
-
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("how", ["orbax", "flax"])
-def test_a_restored_run_goes_on_to_the_bit(how, tmp_path):
-    tx, step = job()
-    state = train(step, start(tx), range(3))
-    fresh = start(tx)
-    if how == "orbax":
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "run", state)
-            checkpointer.wait_until_finished()
-            restored = checkpointer.restore(tmp_path / "run", fresh)
-    else:
-        data = flax.serialization.to_bytes(state)
-        restored = jax.tree.map(jnp.asarray, flax.serialization.from_bytes(fresh, data))
-    assert jax.tree.structure(restored) == jax.tree.structure(state)
-    assert_moved(restored, state)
-    assert any(np.any(h != 0) for h in histories(restored[1]))
-    assert_same_program(train(step, restored, range(3, 5)), train(step, state, range(3, 5)))
-
-
-@pytest.mark.thorough(0)
-@pytest.mark.parametrize("how", ["pmap", "jit"])
-def test_a_run_of_eight_devices_is_restored_on_one(how, tmp_path):
-    tx = make_tx("bf16")
-    state, batch = start(tx, "bf16"), make_batch(0, 8 * 16)
-    if how == "pmap":
-        step = make_step(tx, reduce=mean_in_float32)
-        stacked = jax.tree.map(lambda x: np.stack([np.asarray(x)] * 8), state)
-        rows = {name: x.reshape(8, 16, -1) for name, x in batch.items()}
-        spread = jax.block_until_ready(jax.pmap(lambda *args: step(*args)[0], AXIS)(stacked, rows))
-        saved = jax.tree.map(lambda x: x[0], spread)
-    else:
-        mesh = mesh_of(devices=8)
-        place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
-        state = jax.tree.map(lambda x: place(x, P(AXIS) if x.ndim == 2 and x.shape[0] % 8 == 0 else P()), state)
-        batch = {name: place(x, P(AXIS)) for name, x in batch.items()}
-        saved = jax.block_until_ready(jax.jit(make_step(tx))(state, batch)[0])
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "run", saved)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "run", start(tx, "bf16"))
-    assert all(len(x.sharding.device_set) == 1 for x in jax.tree.leaves(restored))
-    assert_moved(to_host(restored), to_host(saved))
-    state = train(jax.jit(make_step(tx)), restored, [1])
-    assert not bool(jaxmp.get_metrics(state[1])["skipped"])
-    assert all(np.count_nonzero(np.asarray(h)) == 2 * h.shape[1] for h in histories(state[1]))
+def test_state_keeps_structure_and_types():
+    tx = make_tx("fp16", optax.sgd(0.1))
+    state = start(tx)
+    types = jax.tree.map(jax.typeof, state)
+    step = jax.jit(make_step(tx))
+    for i in range(2):
+        batch = make_batch(i)
+        batch["x"][0, 0] = np.inf if i == 1 else 1
+        state, _ = step(state, batch)
+        assert jax.tree.map(jax.typeof, state) == types
+    assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(state))

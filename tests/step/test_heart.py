@@ -10,21 +10,20 @@ import pytest
 from jax.experimental import io_callback
 
 import jaxmp
-from helpers import assert_exact, assert_within_ulps
+from helpers import assert_exact, assert_within_ulps, compilations
 
-PARAMS32 = {"w": np.full((64, 64), 2.0, np.float32), "b": np.full(64, 2.0, np.float32)}
+PARAMS32 = {"w": np.full((32, 32), 2.0, np.float32), "b": np.full(64, 2.0, np.float32)}
 
 
 def started(inner, policy="fp16", **kwargs):
     """(tx, params, state)."""
-    policy, params32 = jaxmp.get_policy(policy), jax.tree.map(jnp.asarray, PARAMS32)
     tx = jaxmp.mixed_precision(inner, policy, **kwargs)
-    return tx, policy.cast_to_param(params32), tx.init(params32)
+    return tx, jaxmp.get_policy(policy).cast_to_param(PARAMS32), jax.jit(tx.init)(PARAMS32)
 
 
 def gradients(params, state, value=0.25):
     scale = jaxmp.get_loss_scale(state)
-    return jax.tree.map(lambda p: (jnp.full(p.shape, value, jnp.float32) * scale).astype(p.dtype), params)
+    return jax.tree.map(lambda p: np.full(p.shape, value * np.asarray(scale)).astype(p.dtype), params)
 
 
 def step_of(tx):
@@ -48,10 +47,9 @@ def test_a_learning_rate_that_is_read_from_outside_is_read_once():
     assert_exact(params["b"], np.full(64, 2.0 - rate / 4, np.float32))
 
 
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("jitted", [True, False])
-@pytest.mark.parametrize("policy", ["fp16", "fp32"])
+@pytest.mark.parametrize(("policy", "jitted"), [("fp16", True), ("fp32", False)])
 def test_a_callback_is_called_once_in_a_taken_step_and_never_in_a_skipped_one(policy, jitted):
+    """A step is skipped by an overflow, or by `skip_if`."""
     calls = []
 
     def update(updates, params):
@@ -59,14 +57,15 @@ def test_a_callback_is_called_once_in_a_taken_step_and_never_in_a_skipped_one(po
         jax.debug.callback(lambda: calls.append(1))
         return updates
 
-    tx, params, state = started(optax.chain(optax.stateless(update), optax.sgd(0.1)), policy)
+    inner = optax.chain(optax.stateless(update), optax.sgd(0.1))
+    tx, params, state = started(inner, policy, skip_if=lambda grads, metrics: grads["b"][0] > 0.5)
     step = jax.jit(step_of(tx)) if jitted else step_of(tx)
-    seen = []
-    for value in (0.25, np.inf, 0.25):
+    counts = []
+    for value in (0.25, np.inf, 0.75, 0.25):
         params, state = jax.block_until_ready(step(gradients(params, state, value), state, params))
         jax.effects_barrier()
-        seen.append(len(calls))
-    assert seen == [1, 1, 2]
+        counts.append(len(calls))
+    assert counts == [1, 1, 1, 2]
 
 
 def test_a_line_search_asks_for_the_loss_as_often_as_by_hand():
@@ -115,23 +114,13 @@ def test_an_optimizer_that_stashes_a_traced_value_works():
 # What it changes is kept or left as a whole
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("policy", ["fp16", "fp32"])
 def test_an_average_and_its_weight_belong_together(policy):
     tx, params, state = started(optax.chain(optax.sgd(0.0), jaxmp.ema_params(0.5)), policy)
     step = jax.jit(step_of(tx))
-    for value in (0.25, np.inf, 0.25, np.nan, np.inf, 0.25):
+    for value in (0.25, np.inf, np.nan, 0.25):
         params, state = step(gradients(params, state, value), state, params)
         assert_exact(jaxmp.get_ema_params(state, params), jax.tree.map(jnp.asarray, PARAMS32))
-
-
-def test_a_gradient_that_squares_to_infinity_skips_the_step():
-    tx, params, state = started(optax.adam(0.1), "fp32")
-    step = jax.jit(step_of(tx))
-    for value, skipped in ((2.0**47, 0), (2.0**48, 1), (-(2.0**48), 2), (1e30, 3)):
-        params, state = step(gradients(params, state, value), state, params)
-        assert int(jaxmp.get_metrics(state)["skipped_steps"]) == skipped
-        assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves((params, state.optimizer_state)))
 
 
 def test_the_state_of_what_comes_before_is_kept_in_a_skipped_step():
@@ -153,11 +142,16 @@ def test_keep_if_skipped_after_a_trial_of_the_same_state():
 # On every platform
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
-    "options", [{}, {"policy": "bf16", "remainder_bits": 16}, {"policy": "bf16", "remainder_bits": 8}]
+    ("options", "looped"),
+    [
+        ({}, False),
+        ({}, True),
+        ({"policy": "bf16", "remainder_bits": 16}, False),
+        ({"policy": "bf16", "remainder_bits": 8}, False),
+    ],
 )
-@pytest.mark.parametrize("looped", [False, True])
 def test_one_traced_step_is_a_branch_on_a_cpu_and_selects_elsewhere(options, looped):
     tx, params, state = started(optax.adamw(1e-3), **options)
 
@@ -174,7 +168,7 @@ def test_one_traced_step_is_a_branch_on_a_cpu_and_selects_elsewhere(options, loo
 
 
 # Before jax 0.11, XLA for CPU drops `lax.optimization_barrier` too early: what must come first may come last.
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("policy", ["fp32", *["fp16"] * (jax.__version_info__ >= (0, 11))])
 @pytest.mark.parametrize(
     "inner",
@@ -195,9 +189,7 @@ def test_no_donated_array_is_copied(inner, policy):
 
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize(
-    "inner",
-    [optax.lion(1e-3), optax.adan(1e-3), optax.contrib.schedule_free_adamw(1e-3)],
-    ids=["lion", "adan", "schedule_free"],
+    "inner", [optax.lion(1e-3), optax.contrib.schedule_free_adamw(1e-3)], ids=["lion", "schedule_free"]
 )
 def test_no_more_is_copied_than_by_hand(inner):
     """A moment from which both the params and its next value are made: XLA for CPU copies it by hand, too."""
@@ -213,50 +205,42 @@ def test_no_more_is_copied_than_by_hand(inner):
 
     step = lambda g, s, p: jaxmp.apply_gradients(tx, g, s, p)[::-1]  # noqa: E731
     grads = gradients(params, state)
-    own, others = (
-        copies_of_leaves(step, grads, state, params),
-        copies_of_leaves(by_hand, grads, inner.init(params), params),
-    )
-    assert len(own) <= len(others)
+    others = copies_of_leaves(by_hand, grads, inner.init(params), params)
+    assert len(copies_of_leaves(step, grads, state, params)) <= len(others)
 
 
 def copies_of_leaves(step, grads, state, params):
     """The sizes of the copies of more than 1 KiB in a step that is compiled with params and state donated."""
     compiled = jax.jit(step, donate_argnums=(1, 2)).lower(grads, state, params).compile()
     dims = re.findall(r"= \w+\[([\d,]*)\]\S* copy\(", compiled.as_text())
-    sizes = [np.prod([int(n) for n in found.split(",") if n]) for found in dims]
+    sizes = [np.prod([int(n) for n in shape.split(",") if n]) for shape in dims]
     return [size for size in sizes if size > 256]
 
 
 @pytest.mark.thorough(0)
 def test_a_step_without_jit_compiles_nothing_at_its_second_call():
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, _, **__: compiled.append(event) if "backend_compile" in event else None
-    )
     tx, params, state = started(optax.sgd(1e-3))
     run = {
         "step": lambda grads: jaxmp.apply_gradients(tx, grads, state, params),
         "grad": jax.grad(lambda grads: jnp.sum(jaxmp.apply_gradients(tx, grads, state, params)[0]["w"].astype("f4"))),
         "vmap": jax.vmap(lambda grads: jaxmp.apply_gradients(tx, grads, state, params)[0]),
     }
-    grads = gradients(params, state)
-    many = jax.tree.map(lambda g: jnp.stack([g, g]), grads)
     for name, f in run.items():
-        given = many if name == "vmap" else grads
-        f(given)
-        before = len(compiled)
-        f(given)
-        assert len(compiled) == before, name
+        grads = gradients(params, state)
+        grads = jax.tree.map(lambda g: jnp.stack([g, g]), grads) if name == "vmap" else jax.tree.map(jnp.asarray, grads)
+        f(grads)
+        with compilations() as compiled:
+            f(grads)
+        assert not compiled, name
 
 
 def test_meta_gradients_go_through_taken_and_skipped_steps():
     tx, params, state = started(optax.sgd(1.0), "fp32")
 
     def moved(factor, value):
-        grads = jax.tree.map(lambda g: g * factor, gradients(params, state, value))
+        grads = jax.tree.map(lambda p: jnp.full(p.shape, value * factor), params)
         return jnp.sum(jaxmp.apply_gradients(tx, grads, state, params)[0]["b"])
 
-    for f in (jax.grad(moved), jax.jit(jax.grad(moved))):
-        assert_exact(f(1.0, 1.0), np.float32(-64.0))
-        assert_exact(f(1.0, jnp.float32(2.0**60)), np.float32(0.0))
+    f = jax.jit(jax.grad(moved))
+    assert_exact(f(1.0, 1.0), np.float32(-64.0))
+    assert_exact(f(1.0, jnp.float32(2.0**60)), np.float32(0.0))

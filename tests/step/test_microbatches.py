@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jaxmp
 import regimes
@@ -27,26 +28,21 @@ def cross_entropy(params, x, y, weights=None):
     return jnp.mean(losses if weights is None else losses * weights[y])
 
 
-def accumulated(loss_fn, *args, k=K, **options):
-    has_aux = options.pop("has_aux", False)
-    return jaxmp.value_and_grad(loss_fn, has_aux=has_aux, accumulate=k, **options)(PARAMS, *args, opt_state=STATE)
-
-
 # --- which arguments hold the batch -----------------------------------------------------------------------------------
 
 WEIGHTS = jnp.linspace(0.1, 2.0, N)  # of classes, as many as rows
 MUST_KNOW = r"must know which arguments hold the batch; got 3 that may. Pass accumulate_argnums=\(1, 2, 3\)"
 
 
-def nnx_accumulated(loss_fn, *args, k=K, keywords=None, **options):
+def nnx_accumulated(loss_fn, *args, keywords=None, **options):
     model = nnx.Linear(3, N, rngs=nnx.Rngs(0))
     of_model = lambda m, *args, **kwargs: loss_fn({"w": m.kernel[...]}, *args, **kwargs)  # noqa: E731
-    grad_fn = jaxmp.nnx.value_and_grad(of_model, accumulate=k, **options)
+    grad_fn = jaxmp.nnx.value_and_grad(of_model, accumulate=K, **options)
     return grad_fn(model, *args, opt_state=STATE, **(keywords or {}))
 
 
-def linen_accumulated(loss_fn, *args, k=K, keywords=None, **options):
-    grad_fn = jaxmp.value_and_grad(loss_fn, accumulate=k, **options)
+def linen_accumulated(loss_fn, *args, keywords=None, **options):
+    grad_fn = jaxmp.value_and_grad(loss_fn, accumulate=K, **options)
     return grad_fn(PARAMS, *args, opt_state=STATE, **(keywords or {}))
 
 
@@ -60,9 +56,8 @@ def test_several_arguments_must_be_named(run):
     with pytest.raises(ValueError, match=MUST_KNOW):
         run(cross_entropy, X, Y, WEIGHTS)
     by_keyword, _ = run(cross_entropy, X, Y, accumulate_argnums=(1, 2), keywords={"weights": WEIGHTS})
-    for named in ({"accumulate_argnums": (1, 2)}, {"accumulate_argnums": (-2, -3)}):
-        loss, _ = run(cross_entropy, X, Y, WEIGHTS, **named)
-        assert_within_ulps(loss, by_keyword, 16)
+    loss, _ = run(cross_entropy, X, Y, WEIGHTS, accumulate_argnums=(-2, -3))
+    assert_within_ulps(loss, by_keyword, 16)
     if run is linen_accumulated:
         assert_close(loss, cross_entropy(PARAMS, X, Y, WEIGHTS), rtol=1e-6)
 
@@ -72,32 +67,35 @@ def squared(params, x, y):
 
 
 def test_one_argument_needs_no_name():
-    loss, _ = accumulated(lambda p, b: squared(p, b["x"], b["y"]), {"x": X, "y": TARGETS})
+    """The carried one does not count."""
+
+    def loss_fn(params, count, batch):
+        return squared(params, *batch), count + 1
+
+    compute = jax.jit(jaxmp.value_and_grad(loss_fn, has_aux=True, accumulate=K, carry_argnum=1))
+    (loss, count), _ = compute(PARAMS, np.int32(0), (X, TARGETS), opt_state=STATE)
     assert_close(loss, squared(PARAMS, X, TARGETS), rtol=1e-6)
-    (_, stats), _ = jaxmp.value_and_grad(
-        lambda p, stats, b: (squared(p, *b), stats + 1), has_aux=True, accumulate=K, carry_argnum=1
-    )(PARAMS, np.int32(0), (X, TARGETS), opt_state=STATE)
-    assert int(stats) == K
+    assert int(count) == K
 
 
 @pytest.mark.parametrize("key", [jax.random.key(0), np.array([0, 7], np.uint32)], ids=["typed", "raw"])
-def test_keys_are_split_with_the_batch(key):
+def test_keys_are_split_with_the_batch_and_scalars_repeated(key):
     """Each microbatch draws its own numbers; a raw key beside two rows may be two rows."""
 
-    def drawn(params, x, key):
-        return squared(params, x, 0.0), jax.random.uniform(key)
+    def drawn(params, x, key, rate):
+        return squared(params, x, 0.0), (jax.random.uniform(key), rate)
 
     def run(x, k):
-        grad_fn = jaxmp.value_and_grad(drawn, has_aux=True, accumulate=k, accumulate_argnums=(1, 2))
-        return grad_fn(PARAMS, x, key, opt_state=STATE)[0][1]
+        grad_fn = jaxmp.value_and_grad(drawn, has_aux=True, accumulate=k, accumulate_argnums=(1, 2, 3))
+        return jax.jit(grad_fn)(PARAMS, x, key, 0.5, opt_state=STATE)[0][1]
 
-    assert len(set(run(X, K).tolist())) == K
-    assert len(set(run(X, 2).tolist())) == 2
-    if key.dtype != np.uint32:
-        assert len(set(run(X[:2], 2).tolist())) == 2
-        return
-    with pytest.raises(ValueError, match=r"must be typed .*; got uint32\[2\] at argument 2. Use jax.random.key"):
-        run(X[:2], 2)
+    numbers, rates = run(X, K)
+    assert len(set(numbers.tolist())) == K
+    assert rates.tolist() == [0.5] * K
+    assert run(X, 1)[0] == jax.random.uniform(key)  # without accumulation the key is the caller's
+    if key.dtype == np.uint32:
+        with pytest.raises(ValueError, match=r"must be typed .*; got uint32\[2\] at argument 2. Use jax.random.key"):
+            run(X[:2], 2)
 
 
 # --- state through the microbatches -----------------------------------------------------------------------------------
@@ -131,15 +129,19 @@ def normed_loss(params, batch_stats, x, y):
 
 def new_state():
     tx = jaxmp.mixed_precision(optax.sgd(0.01), POLICY)
-    return TrainState.create(
-        apply_fn=None, params=VARIABLES["params"], batch_stats=VARIABLES["batch_stats"], tx=tx, policy=POLICY
-    )
+    return TrainState.create(apply_fn=None, **VARIABLES, tx=tx, policy=POLICY)
+
+
+def gradients(loss_fn=normed_loss, k=K):
+    """`value_and_grad` that carries the statistics through the microbatches."""
+    return jaxmp.value_and_grad(loss_fn, has_aux=True, accumulate=k, accumulate_argnums=(2, 3), carry_argnum=1)
 
 
 def one_after_the_other(params, stats):
     """The statistics after K microbatches, by hand."""
+    loss = jax.jit(normed_loss)
     for x, y in zip(np.split(X, K), np.split(TARGETS, K), strict=True):
-        stats = normed_loss(params, stats, x, y)[1]
+        stats = loss(params, stats, x, y)[1]
     return stats
 
 
@@ -152,10 +154,7 @@ def test_batch_statistics_pass_through_the_microbatches(k):
     @jax.jit
     def step(state, x, y):
         traces.append(0)
-        compute = jaxmp.value_and_grad(
-            normed_loss, has_aux=True, accumulate=k, accumulate_argnums=(2, 3), carry_argnum=1
-        )
-        (loss, stats), grads = compute(state.params, state.batch_stats, x, y, opt_state=state.opt_state)
+        (loss, stats), grads = gradients(k=k)(state.params, state.batch_stats, x, y, opt_state=state.opt_state)
         return state.apply_gradients(grads=grads, batch_stats=stats), loss
 
     first = new_state()
@@ -174,86 +173,17 @@ def test_aux_beside_the_statistics_is_stacked():
         return loss, (new, {"loss": loss})
 
     params, stats = VARIABLES["params"], VARIABLES["batch_stats"]
-    compute = jaxmp.value_and_grad(loss_fn, has_aux=True, accumulate=K, accumulate_argnums=(2, 3), carry_argnum=1)
-    (loss, (new, others)), _ = compute(params, stats, X, TARGETS, opt_state=STATE)
+    (loss, (new, others)), _ = jax.jit(gradients(loss_fn))(params, stats, X, TARGETS, opt_state=STATE)
     assert others["loss"].shape == (K,)
     assert_close(jnp.mean(others["loss"]), loss, rtol=1e-6)
     assert_close(new, one_after_the_other(params, stats), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_statistics_inside_shard_map(check_vma):
-    """Each device has its own after its own rows; their mean is the caller's to take."""
-    params, stats = VARIABLES["params"], VARIABLES["batch_stats"]
-    P = jax.sharding.PartitionSpec
-    n = regimes.DEVICES
-
-    def step(x, y):
-        compute = jaxmp.value_and_grad(
-            normed_loss, has_aux=True, accumulate=2, accumulate_argnums=(2, 3), carry_argnum=1
-        )
-        (_, new), _ = compute(params, stats, x, y, opt_state=STATE)
-        return jax.tree.map(lambda s: jax.lax.pmean(s, regimes.AXIS), new)
-
-    x, y = np.tile(X, (n // 2, 1)), np.tile(TARGETS, n // 2)
-    spread = jax.shard_map(step, mesh=regimes.mesh_of(), in_specs=P(regimes.AXIS), out_specs=P(), check_vma=check_vma)
-    new = jax.jit(spread)(x, y)
-    assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, stats)
-    assert not np.allclose(new["BatchNorm_0"]["mean"], 0)
-
-
-class Fp8Normed(nnx.Module):
-    def __init__(self, axis, rngs):
-        self.dense = nnx.Linear(16, 16, rngs=rngs)
-        self.norm = nnx.BatchNorm(16, momentum=0.5, axis_name=axis, rngs=rngs)
-        self.count = nnx.BatchStat(jnp.zeros((), jnp.int32))
-
-    def __call__(self, x):
-        self.count[...] += 1
-        return nnx.relu(self.norm(self.dense(x)))
-
-
-@pytest.mark.thorough(0)
-def test_nnx_in_fp8_inside_shard_map_carries_statistics_as_one_device_does():
-    P, n, k, recipe = jax.sharding.PartitionSpec, regimes.DEVICES, 2, jaxmp.fp8.DelayedScaling(amax_history_len=3)
-
-    def job(axis):
-        model = Fp8Normed(axis, nnx.Rngs(0))
-        jaxmp.nnx.to_fp8(model, recipe, filter="dense")
-        tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=recipe)
-        graphdef, state = nnx.split((model, jaxmp.nnx.Optimizer(model, tx, wrt=nnx.Param, policy="fp8")))
-
-        def step(state, x):
-            model, optimizer = nnx.merge(graphdef, state)
-            before = jaxmp.nnx.snapshot(model)
-            loss_fn = lambda model, x: jnp.mean((model(x).astype(jnp.float32) - jnp.sin(x)) ** 2)  # noqa: E731
-            _, grads = jaxmp.nnx.value_and_grad(loss_fn, accumulate=k)(model, x, opt_state=optimizer)
-            grads = grads if axis is None else jax.lax.pmean(grads, axis)
-            optimizer.update(model, grads)
-            jaxmp.nnx.restore_if_skipped(optimizer.opt_state, model, before)
-            return nnx.state((model, optimizer))
-
-        return state, step
-
-    (many, step), (one, step_of_one) = job(regimes.AXIS), job(None)
-    specs = {"in_specs": (P(), P(regimes.AXIS)), "out_specs": P()}
-    step, step_of_one = jax.jit(jax.shard_map(step, mesh=regimes.mesh_of(), **specs)), jax.jit(step_of_one)
-    many = jax.device_put(many, jax.sharding.NamedSharding(regimes.mesh_of(), P()))
-    rows = np.random.default_rng(0).normal(size=(4, n, k, 16, 16)).astype(np.float32)
-    rows[1, 0, 0, 3, 3] = np.inf  # every device skips
-    for x in rows:  # a microbatch of one device has the rows of that microbatch on all
-        many = step(many, x.reshape(-1, 16))
-        one = step_of_one(one, x.swapaxes(0, 1).reshape(-1, 16))
-    assert int(many[0]["count"][...]) == k * 3
-    assert_close(nnx.as_pure(many), nnx.as_pure(one), rtol=2.0**-5, atol=2.0**-7)  # scales and histories too
-
-
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["shard_map", "shard_map_unchecked", "pmap"])
 def test_statistics_that_the_loss_averages_over_devices_stay_replicated(how):
     """As without microbatches, `out_specs=P()` takes them. Those of own rows vary, some one microbatch later."""
-    P, axis, n, k = jax.sharding.PartitionSpec, regimes.AXIS, regimes.DEVICES, 3
+    axis, n, k = regimes.AXIS, regimes.DEVICES, 3
 
     def loss_fn(w, carry, x):
         own, mean = jnp.mean(x), jax.lax.pmean(jnp.mean(x), axis)
@@ -291,24 +221,26 @@ def test_statistics_that_the_loss_averages_over_devices_stay_replicated(how):
 
 
 def test_errors_of_carried_arguments():
-    params, stats = VARIABLES["params"], VARIABLES["batch_stats"]
+    args = VARIABLES["params"], VARIABLES["batch_stats"], X, TARGETS
     with pytest.raises(ValueError, match=r"with carry_argnum= the loss must return .*; got has_aux=False"):
-        jaxmp.value_and_grad(normed_loss, carry_argnum=1)(params, stats, X, TARGETS, opt_state=STATE)
-    wrong = lambda *args: (normed_loss(*args)[0], {"other": 1.0})  # noqa: E731
+        jaxmp.value_and_grad(normed_loss, carry_argnum=1)(*args, opt_state=STATE)
+    wrong = lambda params, *args: (jnp.sum(params["Dense_0"]["bias"]), {"other": 1.0})  # noqa: E731
     with pytest.raises(ValueError, match="other is in aux only"):
-        jaxmp.value_and_grad(wrong, has_aux=True, carry_argnum=1)(params, stats, X, TARGETS, opt_state=STATE)
+        jaxmp.value_and_grad(wrong, has_aux=True, carry_argnum=1)(*args, opt_state=STATE)
 
 
 def test_stacked_statistics_are_refused():
     """Without carry_argnum: each step would add an axis."""
-    state = new_state()
     compute = jaxmp.value_and_grad(normed_loss, has_aux=True, accumulate=K, accumulate_argnums=(2, 3))
-    run = jax.jit(lambda params, stats: compute(params, stats, X, TARGETS, opt_state=state.opt_state))
-    (_, stats), grads = run(state.params, state.batch_stats)
+
+    def step(state):
+        (_, stats), grads = compute(state.params, state.batch_stats, X, TARGETS, opt_state=state.opt_state)
+        return state.apply_gradients(grads=grads, batch_stats=stats)
+
     with pytest.raises(ValueError, match=r"got \(4, 4\) in new and \(4,\) in old at batch_stats/.*carry_argnum="):
-        state.apply_gradients(grads=grads, batch_stats=stats)
+        jax.eval_shape(step, new_state())
     with pytest.raises(ValueError, match=r"got \(2,\) in new and \(1,\) in old at mean"):
-        jaxmp.keep_if_skipped(state.opt_state, {"mean": np.zeros(2)}, {"mean": np.zeros(1)})
+        jaxmp.keep_if_skipped(STATE, {"mean": np.zeros(2)}, {"mean": np.zeros(1)})
 
 
 # --- a batch that is not there ----------------------------------------------------------------------------------------

@@ -14,35 +14,32 @@ from flax import nnx
 import jaxmp
 from helpers import assert_close, assert_exact, assert_moved, assert_same_program, assert_within_ulps
 
-PARAMS32 = {"w": np.float32([1.0001, -0.0, -2.5]), "norm": np.float32([1.0, 3.0])}
-
-
-def params32():
-    return jax.tree.map(jnp.asarray, PARAMS32)
+PARAMS32 = {"w": jnp.float32([1.0001, -0.0, -2.5]), "norm": jnp.float32([1.0, 3.0])}
 
 
 def grads_like(params, value=1.0):
-    return jax.tree.map(lambda p: jnp.full_like(p, value), params)
+    return jax.tree.map(lambda p: np.full(p.shape, value, p.dtype), params)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def cast(tree, policy):
+    return jaxmp.get_policy(policy).cast_to_param(tree)
+
+
 # the parts make the whole
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("policy", ["fp16", "fp32"])
 def test_mixed_precision_is_its_parts(policy):
-    inner = optax.chain(jaxmp.clip_by_global_norm(1.0), optax.adam(1e-2))
-    whole = jaxmp.mixed_precision(inner, policy, loss_scale=jaxmp.DynamicLossScale(4.0, growth_interval=2))
-    parts = jaxmp.unscale_and_skip(
-        jaxmp.keep_master_params(inner, policy), jaxmp.DynamicLossScale(4.0, growth_interval=2)
-    )
-    params = jaxmp.get_policy(policy).cast_to_param(params32())
-    state, state_of_parts = whole.init(params32()), parts.init(params32())
+    inner = optax.chain(jaxmp.clip_by_global_norm(1.0), optax.sgd(1e-2, momentum=0.9))
+    scaler = jaxmp.DynamicLossScale(4.0, growth_interval=2)
+    whole = jaxmp.mixed_precision(inner, policy, loss_scale=scaler)
+    parts = jaxmp.unscale_and_skip(jaxmp.keep_master_params(inner, policy), scaler)
+    params, state, state_of_parts = cast(PARAMS32, policy), whole.init(PARAMS32), parts.init(PARAMS32)
     held = lambda state: (state.master_params, state.optimizer_state)  # noqa: E731
     decided = lambda state: (state.scaling, state.skipped, state.skipped_steps, state.consecutive_skips)  # noqa: E731
     assert_moved(held(state), held(state_of_parts.optimizer_state))
-    for value in (4.0, np.inf, np.nan, 2.0, -1.0):
+    for value in (4.0, np.inf, 2.0):
         updates, state = whole.update(grads_like(params, value), state, params)
         updates_of_parts, state_of_parts = parts.update(grads_like(params, value), state_of_parts, params)
         assert_same_program((updates, held(state)), (updates_of_parts, held(state_of_parts.optimizer_state)))
@@ -51,31 +48,21 @@ def test_mixed_precision_is_its_parts(policy):
 
 @pytest.mark.parametrize(
     "policy, scale",
-    [
-        ("fp16", 65536.0),
-        ("bf16", 1.0),
-        ("fp32", 1.0),
-        ("tf32", 1.0),
-        ("params=float32,compute=float16,output=float32", 65536.0),
-        ("params=float32,compute=bfloat16,output=float32", 1.0),
-    ],
+    [("fp16", 65536.0), ("bf16", 1.0), ("fp32", 1.0), ("params=float32,compute=float16,output=float32", 65536.0)],
 )
 def test_auto_scales_where_float16_is(policy, scale):
-    state = jaxmp.mixed_precision(optax.sgd(1.0), policy).init(params32())
-    assert_close(jaxmp.get_loss_scale(state), scale)
+    assert_close(jaxmp.get_loss_scale(jaxmp.mixed_precision(optax.sgd(1.0), policy).init(PARAMS32)), scale)
 
 
 def test_a_number_is_a_static_scale():
-    tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=128)
-    state = tx.init(params32())
-    params = jaxmp.get_policy("fp16").cast_to_param(params32())
-    for value in (jnp.inf, 1.0):
+    tx, params = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=128), cast(PARAMS32, "fp16")
+    state = tx.init(PARAMS32)
+    for value in (np.inf, 1.0):
         _, state = tx.update(grads_like(params, value), state, params)
         assert_close(jaxmp.get_loss_scale(state), 128.0)
     assert int(jaxmp.get_metrics(state)["skipped_steps"]) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # apply_gradients
 
 KEEP = jaxmp.get_policy("fp16", keep_fp32=("norm",))
@@ -95,6 +82,7 @@ CHAINS = {
     "inner_MultiSteps": lambda: mixed(optax.MultiSteps(optax.adam(0.1), 2)),
     "inject_hyperparams": lambda: mixed(optax.inject_hyperparams(optax.adam)(learning_rate=0.1)),
 }
+LATER = pytest.param("inner_MultiSteps", marks=pytest.mark.thorough(0))
 AROUND = {
     "chain": lambda: optax.chain(jaxmp.reduce_gradients(), mixed(optax.adam(0.1))),
     "named_chain": lambda: optax.named_chain(("reduce", jaxmp.reduce_gradients()), ("rest", mixed(optax.adam(0.1)))),
@@ -117,8 +105,8 @@ AROUND = {
 
 @pytest.mark.parametrize("kind", AROUND)
 def test_a_transform_around_it_is_refused(kind):
-    tx, params = AROUND[kind](), KEEP.cast_to_param(params32())
-    state, grads = tx.init(params32()), grads_like(params, 4.0)
+    tx, params = AROUND[kind](), KEEP.cast_to_param(PARAMS32)
+    state, grads = tx.init(PARAMS32), grads_like(params, 4.0)
     with pytest.raises(
         ValueError, match=r"must stand around the whole optimizer; got .* goes inside.*chain\(clip, inner\).*before="
     ):
@@ -129,21 +117,21 @@ def test_a_transform_around_it_is_refused(kind):
 
 
 def test_updates_that_a_transform_behind_changes_are_named_in_the_metrics():
-    tx, params = AROUND["behind"](), KEEP.cast_to_param(params32())
-    state, seen = tx.init(params32()), []
+    tx, params = AROUND["behind"](), KEEP.cast_to_param(PARAMS32)
+    state, update, stale = tx.init(PARAMS32), jax.jit(tx.update), []
     for _ in range(3):
-        updates, state = tx.update(grads_like(params, 4.0), state, params)
+        updates, state = update(grads_like(params, 4.0), state, params)
         params = optax.apply_updates(params, updates)
-        seen.append(float(jaxmp.get_metrics(state)["stale_masters"]))
-    assert seen == [0.0, params["w"].size, params["w"].size]
+        stale.append(float(jaxmp.get_metrics(state)["stale_masters"]))
+    assert stale == [0.0, params["w"].size, params["w"].size]
 
 
 def test_stale_masters_are_counted_in_one_sum_of_rows_on_a_gpu():
     """XLA for GPU counts them in the pass that moves the masters; with a second sum it copies the masters."""
-    params = jax.tree.map(jnp.ones_like, {"w": np.float32(np.ones((8, 4))), "v": np.float32(np.ones((2, 4)))})
+    params = {"w": jnp.ones((8, 4), jnp.float16), "v": jnp.ones((2, 4), jnp.float16)}
     tx = jaxmp.mixed_precision(optax.adamw(1e-3), "fp16")
-    short = jaxmp.get_policy("fp16").cast_to_param(params)
-    traced = jax.jit(tx.update).trace(short, tx.init(params), short)
+    state = jax.eval_shape(lambda: tx.init(jax.tree.map(lambda p: p.astype(jnp.float32), params)))
+    traced = jax.jit(tx.update).trace(params, state, params)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     sums = re.findall(r"stablehlo.reduce\(.*dimensions = \[([\d, ]+)\] : \(tensor<(?:8|2)x4x(\S+)>,", text)
     of_gradients, of_masters = ("0, 1", "complex<f32>"), ("1", "complex<f32>")
@@ -151,18 +139,18 @@ def test_stale_masters_are_counted_in_one_sum_of_rows_on_a_gpu():
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("chain", [*sorted(CHAINS.keys() - {"inner_MultiSteps"}), LATER])
 def test_apply_gradients_is_update_and_apply_updates(chain):
     """Good and skipped steps in every place where `mixed_precision` may stand; masters are found in all of them."""
     tx = CHAINS[chain]()
     update, apply = optax.with_extra_args_support(tx).update, functools.partial(jaxmp.apply_gradients, tx)
     if "MultiSteps" in chain:  # its branches are compiled at each eager call
         update, apply = (jax.jit(f, compiler_options={"xla_disable_hlo_passes": "fusion"}) for f in (update, apply))
-    params = KEEP.cast_to_param(params32())
-    by_both, by_one = (params, tx.init(params32())), (params, tx.init(params32()))
-    assert_moved(jaxmp.get_master_params(by_one[1], params)["w"], params32()["w"])
-    for value in (4.0, 2.0, np.inf, -8.0, 1.0):
-        grads = grads_like(params, value) | {"norm": jnp.full(2, value)}
+    params = KEEP.cast_to_param(PARAMS32)
+    by_both, by_one = (params, tx.init(PARAMS32)), (params, tx.init(PARAMS32))
+    assert_moved(jaxmp.get_master_params(by_one[1], params)["w"], PARAMS32["w"])
+    for value in (4.0, np.inf, -8.0):
+        grads = grads_like(params, value)
         before = by_one[0]
         updates, state = update(grads, by_both[1], by_both[0])
         assert float(jaxmp.get_metrics(state)["stale_masters"]) == 0.0
@@ -170,46 +158,33 @@ def test_apply_gradients_is_update_and_apply_updates(chain):
         by_one = apply(grads, by_one[1], by_one[0])
         assert np.isnan(jaxmp.get_metrics(by_one[1])["stale_masters"])  # it does not read the params
         counted = by_one[0], by_one[1]._replace(stale_masters=state.stale_masters)
-        if (
-            "MultiSteps" in chain
-        ):  # moves by 0.0 within a window: a master of -0.0 may become 0.0, an added update cannot
+        if "MultiSteps" in chain:  # moves by 0.0: a master of -0.0 may become 0.0, an added update cannot
             assert_within_ulps(counted, by_both, 8)
         else:
             assert_same_program(counted, by_both)
         if np.isinf(value):
             assert_moved(by_one[0], before)
-        masters = jaxmp.get_master_params(by_one[1], by_one[0])
-        assert_exact(by_one[0], KEEP.cast_to_param(masters))
+        assert_exact(by_one[0], KEEP.cast_to_param(jaxmp.get_master_params(by_one[1], by_one[0])))
     assert float(by_one[0]["w"][0]) != float(params["w"][0])
 
 
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_apply_gradients_of_plain_optax_is_plain_optax(dtype):
-    tx = optax.adam(0.1)
-    params = {"w": jnp.array([1.0, -0.0], dtype)}
-    grads = {"w": jnp.array([0.5, 1.0], dtype)}
+    tx = optax.sgd(0.1, momentum=0.9)
+    params, grads = {"w": jnp.array([1.0, -0.0], dtype)}, {"w": jnp.array([0.5, 1.0], dtype)}
     updates, expected_state = tx.update(grads, tx.init(params), params)
-    got, state = jaxmp.apply_gradients(tx, grads, tx.init(params), params, value=jnp.float32(1.0))
-    assert_same_program((got, state), (optax.apply_updates(params, updates), expected_state))
+    new, state = jaxmp.apply_gradients(tx, grads, tx.init(params), params, value=jnp.float32(1.0))
+    assert_same_program((new, state), (optax.apply_updates(params, updates), expected_state))
 
 
 def test_apply_gradients_hands_extra_arguments_on():
-    tx = mixed(optax.polyak_sgd(max_learning_rate=1.0))
-    params = KEEP.cast_to_param(params32())
-    state = tx.init(params32())
-    slow, _ = jaxmp.apply_gradients(tx, grads_like(params, 4.0), state, params, value=jnp.float32(0.5))
-    fast, _ = jaxmp.apply_gradients(tx, grads_like(params, 4.0), state, params, value=jnp.float32(5.0))
+    tx, params = mixed(optax.polyak_sgd(max_learning_rate=1.0)), KEEP.cast_to_param(PARAMS32)
+    step = jax.jit(
+        lambda value: jaxmp.apply_gradients(tx, grads_like(params, 4.0), tx.init(PARAMS32), params, value=value)
+    )
+    slow, fast = step(np.float32(0.5))[0], step(np.float32(5.0))[0]
     assert_close(slow["norm"], jnp.array([0.9, 2.9]), rtol=1e-6)  # min(1, value / norm^2) = 0.5 / 5
     assert_close(fast["norm"], jnp.array([0.0, 2.0]), rtol=1e-6)
-
-
-def test_apply_gradients_under_jit_lands_on_the_same_bits():
-    tx = mixed(optax.sgd(0.5))
-    params, state = KEEP.cast_to_param(params32()), tx.init(params32())
-    grads = grads_like(params, 4.0)
-    eager = jaxmp.apply_gradients(tx, grads, state, params)
-    assert_exact(jax.jit(functools.partial(jaxmp.apply_gradients, tx))(grads, state, params), eager)
 
 
 def test_a_tree_of_one_array_and_an_empty_one():
@@ -221,48 +196,38 @@ def test_a_tree_of_one_array_and_an_empty_one():
     assert params == {} and not bool(jaxmp.get_metrics(state)["skipped"])
 
 
-def test_nones_in_the_tree_stay():
-    tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=4.0)
-    params = {"w": jnp.ones(1, jnp.float16), "nothing": None}
-    grads = {"w": jnp.full(1, 4.0, jnp.float16), "nothing": None}
-    new, state = jaxmp.apply_gradients(tx, grads, tx.init(params), params)
-    assert_exact(new, {"w": jnp.zeros(1, jnp.float16), "nothing": None})
-    assert_exact(jaxmp.get_master_params(state, new), {"w": jnp.zeros(1), "nothing": None})
-
-
-def test_frozen_dicts_and_tuples_as_params():
-    for build in (flax.core.freeze, lambda tree: (tree["w"], [tree["norm"]])):
-        tx = jaxmp.mixed_precision(optax.adam(0.1), "bf16")
-        tree32 = build(params32())
-        params, state = jaxmp.get_policy("bf16").cast_to_param(tree32), tx.init(tree32)
+def test_params_are_any_tree():
+    """A `None` in it stays; its structure is that of the new params and of the masters."""
+    for build in (flax.core.freeze, lambda tree: (tree["w"], [tree["norm"]]), lambda tree: tree | {"nothing": None}):
+        tx, tree32 = jaxmp.mixed_precision(optax.sgd(0.1), "bf16"), build(PARAMS32)
+        params, state = cast(tree32, "bf16"), tx.init(tree32)
         new, state = jaxmp.apply_gradients(tx, grads_like(params), state, params)
         assert jax.tree.structure(new) == jax.tree.structure(tree32)
         assert jax.tree.structure(jaxmp.get_master_params(state, new)) == jax.tree.structure(tree32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # get_master_params
 
 
 def test_get_master_params_is_float32_everywhere():
     """Masters, kept leaves, a plain optimizer's params and frozen leaves: one float32 tree."""
     tx = mixed(optax.multi_transform({"t": optax.sgd(1.0), "f": optax.set_to_zero()}, {"w": "f", "norm": "t"}))
-    params, state = KEEP.cast_to_param(params32()), tx.init(params32())
+    params, state = KEEP.cast_to_param(PARAMS32), tx.init(PARAMS32)
     got = jaxmp.get_master_params(state, params)
-    assert_exact(got, {"w": params["w"].astype(jnp.float32), "norm": params32()["norm"]})
+    assert_exact(got, {"w": params["w"].astype(jnp.float32), "norm": PARAMS32["norm"]})
     assert_moved(jaxmp.get_master_params(optax.sgd(1.0).init(params), params), got)
-    assert_moved(jaxmp.get_master_params(mixed(optax.sgd(1.0)).init(params32()), params), params32())
+    assert_moved(jaxmp.get_master_params(mixed(optax.sgd(1.0)).init(PARAMS32), params), PARAMS32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # a run of plain optax goes on
 
 
 def train(tx, params, state, steps, seed=0):
     rng = np.random.default_rng(seed)
+    step = jax.jit(functools.partial(jaxmp.apply_gradients, tx))
     for _ in range(steps):
-        grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), p.dtype), params)
-        params, state = jaxmp.apply_gradients(tx, grads, state, params)
+        grads = jax.tree.map(lambda p: np.asarray(rng.standard_normal(p.shape), p.dtype), params)
+        params, state = step(grads, state, params)
     return params, state
 
 
@@ -270,17 +235,16 @@ def train(tx, params, state, steps, seed=0):
 @pytest.mark.parametrize(
     "inner",
     [
-        lambda: optax.adam(0.1),
         lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0.0, 10))),
         lambda: optax.masked(optax.sgd(0.1, momentum=0.9), {"w": True, "norm": False}),
         lambda: optax.noisy_sgd(0.1, key=0),
         lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
     ],
-    ids=["adam", "schedule", "masked", "prng_key", "hyperparams"],
+    ids=["schedule", "masked", "prng_key", "hyperparams"],
 )
 def test_wrapped_float32_run_goes_on_bit_for_bit(inner):
     plain = inner()
-    params, state = train(plain, params32(), plain.init(params32()), 3)
+    params, state = train(plain, PARAMS32, plain.init(PARAMS32), 3)
     tx = jaxmp.mixed_precision(inner(), "fp32")
     _, wrapped = jaxmp.checkpoint.convert(state, params, to=tx, policy="fp32")
     assert jax.tree.structure(wrapped) == jax.tree.structure(tx.init(params))
@@ -291,27 +255,18 @@ def test_wrapped_float32_run_goes_on_bit_for_bit(inner):
 
 def test_wrapped_bfloat16_run_has_float32_moments_and_masters():
     """A plain bfloat16 run: moments become float32 with their values, counts stay, masters start from the params."""
-    plain = optax.adam(0.1)
-    params16 = jaxmp.get_policy("bf16").cast_to_param(params32())
+    plain, params16 = optax.adam(0.1), cast(PARAMS32, "bf16")
     params16, state = train(plain, params16, plain.init(params16), 3)
     assert optax.tree.get(state, "mu")["w"].dtype == jnp.bfloat16
     tx = jaxmp.mixed_precision(optax.adam(0.1), "bf16")
     _, wrapped = jaxmp.checkpoint.convert(state, params16, to=tx, policy="bf16")
+    wide = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float32), tree)  # noqa: E731
     for name in ("mu", "nu"):
-        expected = jax.tree.map(lambda x: x.astype(jnp.float32), optax.tree.get(state, name))
-        assert_exact(optax.tree.get(wrapped, name), expected)
+        assert_exact(optax.tree.get(wrapped, name), wide(optax.tree.get(state, name)))
     assert_exact(optax.tree.get(wrapped, "count"), jnp.int32(3))
-    assert_exact(jaxmp.get_master_params(wrapped, params16), jax.tree.map(lambda x: x.astype(jnp.float32), params16))
+    assert_exact(jaxmp.get_master_params(wrapped, params16), wide(params16))
     params, wrapped = train(tx, params16, wrapped, 2)
     assert int(optax.tree.get(wrapped, "count")) == 5 and params["w"].dtype == jnp.bfloat16
-
-
-def test_a_plain_state_with_float32_params_gives_masters():
-    state = optax.adam(0.1).init(params32())
-    tx = jaxmp.mixed_precision(optax.adam(0.1), "bf16")
-    _, wrapped = jaxmp.checkpoint.convert(state, params32(), to=tx, policy="bf16")
-    params = jaxmp.get_policy("bf16").cast_to_param(params32())
-    assert_moved(jaxmp.get_master_params(wrapped, params), params32())
 
 
 def as_nnx_state(tree):
@@ -320,25 +275,23 @@ def as_nnx_state(tree):
 
 @pytest.mark.parametrize(
     "old_form, new_form",
-    [(flax.core.freeze, dict), (dict, flax.core.freeze), (dict, as_nnx_state), (as_nnx_state, dict)],
-    ids=["frozen_to_dict", "dict_to_frozen", "dict_to_nnx", "nnx_to_dict"],
+    [(flax.core.freeze, dict), (dict, as_nnx_state), (as_nnx_state, dict)],
+    ids=["frozen_to_dict", "dict_to_nnx", "nnx_to_dict"],
 )
 def test_a_plain_state_is_taken_by_path(old_form, new_form):
-    """dict, FrozenDict and nnx.State hold the same leaves under the same paths."""
-    old_params = old_form(params32())
+    """dict, FrozenDict and nnx.State hold the same leaves under the same paths. Masters are the float32 params."""
+    old_params, new_params = old_form(PARAMS32), new_form(PARAMS32)
     state = optax.adam(0.1).init(old_params)
-    grads = jax.tree.map(jnp.ones_like, old_params)
-    _, state = optax.adam(0.1).update(grads, state, old_params)
-    new_params = new_form(params32())
+    _, state = jax.jit(optax.adam(0.1).update)(jax.tree.map(jnp.ones_like, old_params), state, old_params)
     tx = jaxmp.mixed_precision(optax.adam(0.1), "bf16")
     _, wrapped = jaxmp.checkpoint.convert(state, new_params, to=tx, policy="bf16")
-    assert jax.tree.structure(wrapped) == jax.tree.structure(tx.init(new_params))
+    assert jax.tree.structure(wrapped) == jax.tree.structure(jax.eval_shape(tx.init, new_params))
     values = lambda tree: [np.asarray(x) for x in jax.tree.leaves(tree)]  # noqa: E731
     assert_moved(values(optax.tree.get(wrapped, "mu")), values(optax.tree.get(state, "mu")))
     assert int(optax.tree.get(wrapped, "count")) == 1
+    assert_moved(jaxmp.get_master_params(wrapped, cast(new_params, "bf16")), new_params)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # gradients of another shape
 
 STEPS = {
@@ -349,12 +302,12 @@ STEPS = {
     "masters": lambda: jaxmp.keep_master_params(optax.adam(0.1), "bf16"),
     "plain": lambda: optax.adam(0.1),
 }
+WRONG_SHAPES = [(), (1,), (1, 5), (3, 1), (2, 5), (1, 5)]
 
 
-@pytest.mark.thorough(4)
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("shape", [(), (1,), (1, 5), (3, 1)])
-def test_a_gradient_that_would_be_repeated_to_the_shape_of_its_param_is_refused(name, shape):
+@pytest.mark.parametrize(("name", "shape"), list(zip(STEPS, WRONG_SHAPES, strict=True)))
+def test_a_gradient_of_another_shape_than_its_param_is_refused(name, shape):
+    """Also one that would be repeated to that shape."""
     tx, dtype = STEPS[name](), jnp.float32 if name in ("unscale", "plain") else jnp.bfloat16
     params = {"bias": jnp.ones(2, dtype), "w": jnp.ones((3, 5), dtype)}
     grads = {"bias": jnp.ones(2), "w": jnp.ones(shape)}
@@ -365,13 +318,12 @@ def test_a_gradient_that_would_be_repeated_to_the_shape_of_its_param_is_refused(
         scaler = jaxmp.GradScaler(4.0)
         scaler.scale(jnp.float32(1.0))
         ways.append(lambda: scaler.step(tx, grads, tx.init(params), params))
+    expected = re.escape(f"grads and params must have the same shapes; got {shape} and (3, 5) at w")
     for way in ways:
-        with pytest.raises(ValueError, match="grads and params must have the same shapes; got .* at w") as e:
+        with pytest.raises(ValueError, match=expected):
             jax.eval_shape(way)
-        assert f"got {shape} and (3, 5)" in str(e.value)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # optimizers that move params themselves
 
 
@@ -393,8 +345,7 @@ def lookahead_job(policy, inner, how, sync=3):
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("how", ["apply", "update"])
-@pytest.mark.parametrize("policy", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("policy", "how"), [("bf16", "update"), ("fp16", "apply"), ("fp32", "apply")])
 def test_lookahead_inside_moves_both_copies_of_the_masters(policy, how):
     """Against NumPy: fast = fast - rate g; every third step slow = slow + (fast - slow) / 2, and fast = slow."""
     params, opt_state, step = lookahead_job(policy, optax.sgd(0.01), how)
@@ -416,76 +367,66 @@ def test_lookahead_inside_moves_both_copies_of_the_masters(policy, how):
 def test_lookahead_with_split_masters_is_refused():
     start = optax.LookaheadParams.init_synced({"w": jnp.ones(3)})
     tx = jaxmp.mixed_precision(optax.lookahead(optax.sgd(0.1), 2, 0.5), "bf16", remainder_bits=16)
-    cast = jaxmp.get_policy("bf16").cast_to_param(start)
     with pytest.raises(ValueError, match="got optax.lookahead. .* leave remainder_bits=None"):
-        jax.eval_shape(lambda: jaxmp.apply_gradients(tx, {"w": jnp.ones(3)}, tx.init(start), cast))
+        jax.eval_shape(lambda: jaxmp.apply_gradients(tx, {"w": jnp.ones(3)}, tx.init(start), cast(start, "bf16")))
 
 
 MOVERS = {
-    "optax.lookahead": lambda tx: optax.lookahead(tx, 3, 0.5),
-    "optax.contrib.schedule_free": lambda tx: optax.contrib.schedule_free(tx, 0.1),
-    "optax.contrib.mechanize": optax.contrib.mechanize,
-    "optax.contrib.sam": lambda tx: optax.contrib.sam(tx, optax.sgd(0.1)),
+    "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 0.1),
+    "mechanize": optax.contrib.mechanize,
+    "sam": lambda tx: optax.contrib.sam(tx, optax.sgd(0.1)),
 }
 
 
 @pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", MOVERS)
 def test_what_moves_params_itself_is_refused_around_masters_and_works_inside(name):
-    def start(tx):
-        params = {"w": jnp.ones(2)}
-        return optax.LookaheadParams.init_synced(params) if name == "optax.lookahead" else params
+    params32 = {"w": np.ones(2, np.float32)}
 
     def steps(tx, policy):
-        params = jaxmp.get_policy(policy).cast_to_param(start(tx))
-        opt_state = tx.init(start(tx))
-        for _ in range(3):
-            trained = params.fast if name == "optax.lookahead" else params
+        def step(carry, _):
+            params, opt_state = carry
             loss = lambda p: jnp.sum((p["w"].astype(jnp.float32) - 3) ** 2)  # noqa: E731
-            _, grads = jaxmp.value_and_grad(loss)(trained, opt_state=opt_state)
-            params, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
+            _, grads = jaxmp.value_and_grad(loss)(params, opt_state=opt_state)
+            return jaxmp.apply_gradients(tx, grads, opt_state, params), None
+
+        first = cast(params32, policy), tx.init(params32)
+        (params, opt_state), _ = jax.jit(lambda first: jax.lax.scan(step, first, length=3))(first)
         return jaxmp.get_master_params(opt_state, params)
 
-    for policy in ("bf16", "fp16"):
-        outside = MOVERS[name](jaxmp.mixed_precision(optax.sgd(0.1), policy))
-        with pytest.raises(ValueError, match="must stand around the whole optimizer"):
-            steps(outside, policy)
-    inside = [
-        steps(jaxmp.mixed_precision(MOVERS[name](optax.sgd(0.1)), p, loss_scale=None), p) for p in ("bf16", "fp32")
-    ]
+    with pytest.raises(ValueError, match="must stand around the whole optimizer"):
+        steps(MOVERS[name](jaxmp.mixed_precision(optax.sgd(0.1), "bf16")), "bf16")
+    inside = [steps(jaxmp.mixed_precision(MOVERS[name](optax.sgd(0.1)), p), p) for p in ("bf16", "fp32")]
     assert_close(inside[0], inside[1], rtol=1e-2)
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("policy", ["fp16", "bf16"])
-@pytest.mark.parametrize("around", ["labels", "masks"])
+@pytest.mark.parametrize(("policy", "around"), [("fp16", "labels"), ("bf16", "masks")])
 def test_labels_and_masks_around_may_be_prefixes(policy, around):
-    params = {"a": {"w": jnp.ones(2), "v": jnp.ones(3)}, "b": {"w": jnp.ones(3), "v": {"u": jnp.ones(1)}}}
+    params32 = {"a": {"w": jnp.ones(2), "v": jnp.ones(2)}, "b": {"w": jnp.ones(2), "v": {"u": jnp.ones(2)}}}
+    params = cast(params32, policy)
 
     def step(spread):
         mixed = jaxmp.mixed_precision(optax.sgd(0.125), policy, loss_scale=4.0)
+        label = lambda tree: jax.tree.map(spread, tree, params32)  # noqa: E731
         if around == "labels":
-            labels = jax.tree.map(spread, {"a": "train", "b": "frozen"}, params)
-            tx = optax.multi_transform({"train": mixed, "frozen": optax.set_to_zero()}, labels)
+            transforms = {"train": mixed, "frozen": optax.set_to_zero()}
+            tx = optax.multi_transform(transforms, label({"a": "train", "b": "frozen"}))
         else:
-            mine, others = (
-                jax.tree.map(spread, mask, params) for mask in ({"a": True, "b": False}, {"a": False, "b": True})
-            )
+            mine, others = label({"a": True, "b": False}), label({"a": False, "b": True})
             tx = optax.chain(optax.masked(optax.set_to_zero(), others), optax.masked(mixed, mine))
-        cast, opt_state = jaxmp.get_policy(policy).cast_to_param(params), tx.init(params)
-        for _ in range(2):
-            updates, opt_state = jax.jit(lambda s, p: tx.update(grads_like(p), s, p))(opt_state, cast)
-            cast = optax.apply_updates(cast, updates)
-        return cast, jaxmp.get_master_params(opt_state, cast)
+        updates, opt_state = jax.jit(lambda s, p: tx.update(grads_like(p), s, p))(tx.init(params32), params)
+        new = optax.apply_updates(params, updates)
+        return new, jaxmp.get_master_params(opt_state, new)
 
     whole = step(lambda label, subtree: jax.tree.map(lambda _: label, subtree))
     assert_same_program(step(lambda label, subtree: label), whole)
-    assert_exact(whole[0]["b"], jaxmp.get_policy(policy).cast_to_param(params["b"]))
-    assert not np.array_equal(whole[1]["a"]["w"], params["a"]["w"])
+    assert_exact(whole[0]["b"], params["b"])
+    assert not np.array_equal(whole[1]["a"]["w"], params32["a"]["w"])
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("remainder_bits", [None, 16, 8])
+@pytest.mark.parametrize("remainder_bits", [None, 8])
 def test_a_step_keeps_its_dtypes_where_64_bits_are_on(remainder_bits):
     """`jax_enable_x64` changes the dtype of what is made without one; the step is in float32."""
 
@@ -508,11 +449,12 @@ def test_a_step_keeps_its_dtypes_where_64_bits_are_on(remainder_bits):
         return [x for x in jax.tree.leaves(jax.device_get(tree)) if jnp.issubdtype(x.dtype, jnp.floating)]
 
     with jax.enable_x64(True):
-        found = floats(trained())
-    assert_close(found, floats(trained()), rtol=2e-6, atol=1e-5)  # optax corrects the bias of Adam in float64 there
+        with_64_bits = floats(trained())
+    assert_close(
+        with_64_bits, floats(trained()), rtol=2e-6, atol=1e-5
+    )  # optax corrects the bias of Adam in float64 there
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # params that were loaded in 16 bits
 
 
@@ -533,19 +475,17 @@ FROM_16_BITS = {
 }
 
 
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("init", [lambda tx: tx.init, lambda tx: jax.jit(tx.init)], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", FROM_16_BITS)
-def test_masters_that_start_from_16_bits_are_warned_of(name, init):
-    make, given, count = FROM_16_BITS[name]
-    tx = make()
+def test_masters_that_start_from_16_bits_are_warned_of(name):
+    make, params, count = FROM_16_BITS[name]
+    init = jax.jit(make().init) if name == "masters" else make().init
     with pytest.warns(
         UserWarning, match=rf"from float32 params; got {count} in 16 bits, the first at (w|norm)"
     ) as caught:
-        state = init(tx)(given)
+        state = init(params)
     assert len(caught) == 1 and 'get_policy("fp32").cast_to_param(params)' in str(caught[0].message)
-    said = init(tx)(jaxmp.get_policy("fp32").cast_to_param(given))  # no warning, which would be an error
-    assert_exact(said.master_params, state.master_params)
+    of_float32 = init(cast(params, "fp32"))  # no warning, which would be an error
+    assert_exact(of_float32.master_params, state.master_params)
 
 
 def test_params_that_need_no_master_may_have_16_bits():

@@ -58,8 +58,8 @@ def test_presets(name):
 )
 def test_jmp_strings_and_policies(text):
     theirs = jmp.get_policy(text)
-    for given in (text, theirs, jmp.Policy(*map(jnp.dtype, dtypes_of(theirs)))):
-        policy = jaxmp.get_policy(given, keep_fp32=["*norm*"])
+    for form in (text, theirs, jmp.Policy(*map(jnp.dtype, dtypes_of(theirs)))):
+        policy = jaxmp.get_policy(form, keep_fp32=["*norm*"])
         assert dtypes_of(policy) == dtypes_of(theirs)
         assert policy.keep_fp32 == ("*norm*",)
         assert policy.matmul_precision is None
@@ -82,15 +82,6 @@ def test_names_of_other_systems_mean_what_they_mean_there(name):
     assert dtypes_of(policy) == NAMES_ELSEWHERE[name]
     assert policy.keep_fp32 == ("*norm*",)
     assert policy.computes_in_16_bits == (dtypes_of(policy)[1] != "float32")
-    state = jaxmp.mixed_precision(optax.sgd(0.1), policy).init(
-        {"norm": np.ones(2, np.float32), "w": np.ones(2, np.float32)}
-    )
-    assert float(jaxmp.get_loss_scale(state)) == (65536.0 if "float16" in dtypes_of(policy) else 1.0)
-
-
-def test_delayed_fp8_is_the_policy_of_fp8():
-    for name in ("fp8-delayed", "fp8-mixed"):
-        assert jaxmp.get_policy(name) == jaxmp.get_policy("fp8")
 
 
 @pytest.mark.parametrize(
@@ -103,10 +94,11 @@ def test_delayed_fp8_is_the_policy_of_fp8():
         ("16", "'16-mixed'"),
         ("transformer-engine", "'fp8'"),
         ("mxfp8", "recipe=jaxmp.fp8.MXFP8"),
-        ("fp8-tensorwise", "recipe=jaxmp.fp8.CurrentScaling"),
         ("FP16", "got 'FP16', did you mean 'fp16'"),
-        ("bfloat16-mixed", "did you mean 'bf16-mixed'"),
         ("mixed-float16", "did you mean 'mixed_float16'"),
+        ("64-true", "jaxmp trains in float32 at most: 'fp32'"),
+        ("int4", r"a policy must be one of 'fp32', 'tf32', 'fp16', 'bf16'.* or a jmp string.*got 'int4'"),
+        ("params=float32,compute", "got 'params=float32,compute'"),
     ],
 )
 def test_other_names_are_refused_with_the_name_to_use(name, message):
@@ -114,29 +106,16 @@ def test_other_names_are_refused_with_the_name_to_use(name, message):
         jaxmp.get_policy(name)
 
 
-def test_a_number_of_bits_is_refused_with_the_name_to_use():
-    with pytest.raises(TypeError, match="got int. Use '16-mixed'"):
-        jaxmp.get_policy(16)
-
-
-@pytest.mark.parametrize("name", ["fp16", "bf16", "params=float32,compute=float16,output=bfloat16"])
-def test_str(name):
-    policy = jaxmp.get_policy(name)
-    assert str(policy) == "params={},compute={},output={}".format(*dtypes_of(policy))
-    assert jaxmp.get_policy(str(policy)) == policy
-    assert str(jaxmp.get_policy(policy, keep_fp32=("*norm*",))) == f"{policy} keep_fp32=('*norm*',)"
-
-
-def test_str_shows_every_field_that_is_not_the_default():
+def test_str():
+    """It shows every field that is not the default, and names the policy again."""
+    for name in ("fp16", "params=float32,compute=float16,output=bfloat16"):
+        policy = jaxmp.get_policy(name)
+        assert str(policy) == "params={},compute={},output={}".format(*dtypes_of(policy))
+        assert jaxmp.get_policy(str(policy)) == policy
+        assert str(jaxmp.get_policy(policy, keep_fp32=("*norm*",))) == f"{policy} keep_fp32=('*norm*',)"
     assert str(jaxmp.get_policy("tf32")).endswith("output=float32 matmul_precision='tensorfloat32'")
     assert str(jaxmp.get_policy("fp8")).endswith(f"output=float32 recipe={jaxmp.fp8.DelayedScaling()}")
-
-
-def test_str_of_dtype_objects():
-    """jmp's own raises a KeyError for them."""
-    theirs = jmp.Policy(*map(jnp.dtype, PRESETS["fp16"]))
-    with pytest.raises(KeyError):
-        str(theirs)
+    theirs = jmp.Policy(*map(jnp.dtype, PRESETS["fp16"]))  # jmp's own raises a KeyError for dtype objects
     assert str(jaxmp.get_policy(theirs)) == "params=float16,compute=float16,output=float32"
 
 
@@ -146,39 +125,34 @@ def test_a_policy_is_a_value():
     assert policy == same and hash(policy) == hash(same)
     assert policy != jaxmp.get_policy("fp16")
     assert pickle.loads(pickle.dumps(policy)) == policy
-    assert (
-        jax.jit(lambda x, policy: policy.cast_to_param(x), static_argnums=1)(jnp.ones(2), policy).dtype == jnp.float16
-    )
+    cast = jax.jit(lambda x, policy: policy.cast_to_param(x), static_argnums=1)
+    assert jax.eval_shape(lambda x: cast(x, policy), jnp.ones(2)).dtype == jnp.float16
+    assert {jaxmp.get_policy(name) for name in ("fp8-delayed", "fp8-mixed")} == {jaxmp.get_policy("fp8")}
 
 
 def test_rules_add_up():
+    """A glob as a string is not its letters, of which `*` would keep everything."""
     policy = jaxmp.get_policy(jaxmp.get_policy("tf32", keep_fp32=("*norm*",)), keep_fp32="*bias")
     assert policy.keep_fp32 == ("*norm*", "*bias")
     assert policy.matmul_precision == "tensorfloat32"
+    assert jaxmp.Policy(jnp.float16, jnp.float16, jnp.float32, "*norm*").keep_fp32 == ("*norm*",)
 
 
 # Bad input
 
 
-@pytest.mark.parametrize("name", ["int4", "params=int8", "", "torch", "params=float32,compute"])
-def test_an_unknown_name_is_told_what_there_is(name):
-    with pytest.raises(
-        ValueError, match=r"a policy must be one of 'fp32', 'tf32', 'fp16', 'bf16'.* or a jmp string"
-    ) as raised:
-        jaxmp.get_policy(name)
-    assert f"got {name!r}" in str(raised.value)
+@pytest.mark.parametrize(
+    "wrong, got", [(None, "NoneType"), (16, "int. Use '16-mixed'"), (jnp.float16, "the dtype float16")]
+)
+def test_what_is_no_policy(wrong, got):
+    with pytest.raises(TypeError, match=f"a policy must be a name, a jmp string or a jmp.Policy; got ({got})"):
+        jaxmp.get_policy(wrong)
 
 
 @pytest.mark.parametrize(
-    "given, got", [(None, "NoneType"), (16, "int. Use '16-mixed'"), (jnp.float16, "the dtype float16")]
+    ("field", "dtype"),
+    [("param_dtype", jnp.int32), ("compute_dtype", jnp.float8_e4m3fn), ("output_dtype", jnp.complex64)],
 )
-def test_what_is_no_policy(given, got):
-    with pytest.raises(TypeError, match=f"a policy must be a name, a jmp string or a jmp.Policy; got ({got})"):
-        jaxmp.get_policy(given)
-
-
-@pytest.mark.parametrize("field", ["param_dtype", "compute_dtype", "output_dtype"])
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, jnp.float8_e4m3fn, bool])
 def test_a_policy_has_floats_of_16_bits_or_more(field, dtype):
     dtypes = {"param_dtype": jnp.float16, "compute_dtype": jnp.float16, "output_dtype": jnp.float32} | {field: dtype}
     with pytest.raises(ValueError, match=f"a policy's {field} must be a float of 16 bits or more; got"):
@@ -188,36 +162,20 @@ def test_a_policy_has_floats_of_16_bits_or_more(field, dtype):
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        "float64",
-        "params=float64,compute=float64,output=float64",
-        "params=float32,compute=float64,output=float32",
-        jmp.Policy(jnp.float64, jnp.float32, jnp.float32),
-        jaxmp.Policy(jnp.float64, jnp.float64, jnp.float64),
-    ],
-    ids=str,
+    "policy",
+    ["params=float32,compute=float64,output=float32", jmp.Policy(jnp.float64, jnp.float32, jnp.float32)],
+    ids=["jmp string", "jmp.Policy"],
 )
-def test_a_policy_does_not_train_in_float64(given):
+def test_a_policy_does_not_train_in_float64(policy):
     """Gradients and moments are float32: the steps would be rounded without a word."""
-    expected = "a policy must be float16, bfloat16 or float32; got params=.*float64.*Use 'fp32'"
     for take in (
         jaxmp.get_policy,
         lambda p: jaxmp.mixed_precision(optax.sgd(0.1), p),
         lambda p: jaxmp.keep_master_params(optax.sgd(0.1), p),
         lambda p: jaxmp.value_and_grad(jnp.sum, policy=p),
     ):
-        with pytest.raises(ValueError, match=expected):
-            take(given)
-    for name in ("64-true", "fp64", "double"):
-        with pytest.raises(ValueError, match="jaxmp trains in float32 at most: 'fp32'"):
-            jaxmp.get_policy(name)
-
-
-def test_one_glob_as_a_string():
-    """Not its letters, of which `*` would keep everything."""
-    assert jaxmp.Policy(jnp.float16, jnp.float16, jnp.float32, "*norm*").keep_fp32 == ("*norm*",)
-    assert jaxmp.get_policy("fp16", keep_fp32="*norm*").keep_fp32 == ("*norm*",)
+        with pytest.raises(ValueError, match="float16, bfloat16 or float32; got params=.*float64.*Use 'fp32'"):
+            take(policy)
 
 
 # Path rules
@@ -246,7 +204,6 @@ PATHS = (
     "globs, kept",
     [
         ((), ()),
-        (("*norm*",), (2, 3, 6)),
         (("*NORM*",), (2, 3, 6)),
         (("*layernorm_?/scale",), (3,)),
         (("*/bias", "router"), (0, 2, 4)),
@@ -277,16 +234,12 @@ def test_a_bare_leaf_has_a_path_too():
     assert jaxmp.get_policy("fp16", keep_fp32=("*norm*",)).cast_to_param(jnp.ones(2)).dtype == jnp.float16
 
 
-@pytest.mark.parametrize("freeze", [dict, flax.core.freeze], ids=["dict", "FrozenDict"])
-def test_boxes_add_nothing_to_the_path(freeze):
-    def boxed(x):
-        return nn.Partitioned(x, names=("model",) * x.ndim)
-
-    tree = freeze(jax.tree.map(boxed, TREE["block_0"]))
+def test_boxes_add_nothing_to_the_path():
+    boxed = lambda x: nn.Partitioned(x, names=("model",) * x.ndim)  # noqa: E731
+    tree = flax.core.freeze(jax.tree.map(boxed, TREE["block_0"]))
     policy = jaxmp.get_policy("bf16", keep_fp32=("LayerNorm_0/scale", "Dense_0/bias"))
     cast = policy.cast_to_param(tree)
     assert jax.tree.structure(cast) == jax.tree.structure(tree)
-    assert isinstance(cast["Dense_0"]["kernel"], nn.Partitioned)
     assert cast["Dense_0"]["kernel"].names == ("model", "model")
     assert [x.dtype.name for x in jax.tree.leaves(cast)] == ["float32", "bfloat16", "bfloat16", "float32"]
 
@@ -326,51 +279,42 @@ def test_nnx_states():
 
 def test_params_saturate_and_activations_do_not():
     """jmp's cast of a large param is inf, which no later step repairs. An activation that overflows must be seen."""
-    large = {"w": jnp.array([70000.0, -1e30, jnp.inf, 0.1])}
-    policy = jaxmp.get_policy("fp16")
-    assert_exact(policy.cast_to_param(large)["w"], jnp.array([65504.0, -65504.0, 65504.0, 0.1], jnp.float16))
-    assert_exact(policy.cast_to_compute(large)["w"], jnp.array([jnp.inf, -jnp.inf, jnp.inf, 0.1], jnp.float16))
-    assert_exact(jmp.get_policy("float16").cast_to_param(large)["w"][0], jnp.float16(jnp.inf))
+    large, policy = np.float32([70000.0, -1e30, np.inf, 0.1]), jaxmp.get_policy("fp16")
+    assert_exact(policy.cast_to_param(large), np.float16([65504.0, -65504.0, 65504.0, 0.1]))
+    assert_exact(policy.cast_to_compute(large), np.float16([np.inf, -np.inf, np.inf, 0.1]))
+    bfloat16 = jnp.array([1e6, -jnp.inf, 0.5], jnp.bfloat16)
+    assert_exact(policy.cast_to_param(bfloat16), np.float16([65504.0, -65504.0, 0.5]))
 
 
-def test_params_of_another_16_bit_dtype_saturate():
-    params = {"w": jnp.array([1e6, -jnp.inf, 0.5], jnp.bfloat16)}
-    cast = jaxmp.get_policy("fp16").cast_to_param(params)
-    assert_exact(cast["w"], jnp.array([65504.0, -65504.0, 0.5], jnp.float16))
-
-
-@pytest.mark.parametrize("cast", ["cast_to_param", "cast_to_compute", "cast_to_output"])
-def test_what_is_no_float_is_left_alone(cast):
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_no_float_is_left_alone(name):
+    policy = jaxmp.get_policy(name)
     tree = {
-        "n": jnp.arange(3),
+        "n": np.arange(3),
         "key": jax.random.key(0),
-        "c": jnp.array([1j]),
+        "c": np.array([1j]),
         "fp8": jnp.ones(2, jnp.float8_e5m2),
         "flag": np.array(True),
         "number": 3.0,
         "text": "text",
     }
-    for name in PRESETS:
-        out = getattr(jaxmp.get_policy(name), cast)(tree)
-        assert all(out[k] is tree[k] for k in tree)
+    for cast in (policy.cast_to_param, policy.cast_to_compute, policy.cast_to_output):
+        assert all(new is tree[name] for name, new in cast(tree).items())
 
 
-@pytest.mark.parametrize("cast", ["cast_to_param", "cast_to_compute", "cast_to_output"])
-def test_abstract_arrays_are_cast_as_arrays_are(cast):
+def test_abstract_arrays_are_cast_as_arrays_are():
     """jmp leaves them float32, so that a restore target or an eval_shape is of another dtype than the params."""
     policy = jaxmp.get_policy("params=bfloat16,compute=float16,output=bfloat16", keep_fp32=("*norm*",))
-    f = getattr(policy, cast)
-    specs = jax.eval_shape(lambda: TREE)
-    assert jax.tree.map(lambda x: x.update(), f(specs)) == jax.eval_shape(f, TREE)
-    theirs = jmp.get_policy("bfloat16").cast_to_param(specs)
-    assert set(jax.tree.leaves(names_of(theirs))) == {"float32"}
+    shapes = jax.eval_shape(lambda: TREE)
+    for cast in (policy.cast_to_param, policy.cast_to_compute, policy.cast_to_output):
+        assert jax.tree.map(lambda x: x.update(), cast(shapes)) == jax.eval_shape(cast, TREE)
 
 
 def test_casts_inside_a_gradient():
     policy = jaxmp.get_policy("bf16")
-    grads = jax.grad(lambda params: policy.cast_to_output(policy.cast_to_compute(params)["w"] * 3).sum())
-    assert_exact(grads({"w": jnp.ones(2)}), {"w": jnp.full(2, 3.0)})
-    assert_exact(grads({"w": jnp.ones(2, jnp.bfloat16)}), {"w": jnp.full(2, 3.0, jnp.bfloat16)})
+    grad = jax.jit(jax.grad(lambda params: policy.cast_to_output(policy.cast_to_compute(params) * 3).sum()))
+    for dtype in (jnp.float32, jnp.bfloat16):
+        assert_exact(grad(jnp.ones(2, dtype)), jnp.full(2, 3.0, dtype))
 
 
 # Precision of float32 matmuls
@@ -403,35 +347,24 @@ def test_default_matmul_precision(name, precision):
 
 def test_a_policy_passes_as_a_jmp_policy():
     policy = jaxmp.get_policy("bf16", keep_fp32=("*norm*",))
-    assert isinstance(policy, jmp.Policy)
     half_output = policy.with_output_dtype(jnp.bfloat16)
-    assert isinstance(half_output, jaxmp.Policy)
+    assert isinstance(policy, jmp.Policy) and isinstance(half_output, jaxmp.Policy)
     assert half_output.keep_fp32 == ("*norm*",)
     assert half_output.cast_to_output(jnp.ones(2)).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        "fp16",
-        "params=float16,compute=float16,output=float32",
-        jmp.get_policy("params=float16,compute=float16,output=float32"),
-        jaxmp.get_policy("fp16"),
-    ],
-    ids=["name", "jmp string", "jmp.Policy", "Policy"],
+    ["params=float16,compute=float16,output=float32", jmp.Policy(jnp.float16, jnp.float16, jnp.float32)],
+    ids=["jmp string", "jmp.Policy"],
 )
 def test_every_form_of_a_policy_is_taken_everywhere(policy):
-    params32 = {"w": jnp.full(2, 0.1)}
-    expected = {"w": jnp.full(2, 0.1, jnp.float16)}
-    for tx in (jaxmp.mixed_precision(optax.sgd(1.0), policy), jaxmp.keep_master_params(optax.sgd(1.0), policy)):
-        assert_moved(jaxmp.get_master_params(tx.init(params32), expected), params32)
-    assert_exact(jaxmp.get_loss_scale(jaxmp.mixed_precision(optax.sgd(1.0), policy).init(params32)), 2.0**16)
-
-    train_state = jaxmp.linen.TrainState.create(
-        apply_fn=len, params=params32, tx=jaxmp.mixed_precision(optax.sgd(1.0), policy), policy=policy
-    )
-    assert_exact(train_state.params, expected)
-
+    params32, params = {"w": np.float32([0.1, 0.1])}, {"w": np.float16([0.1, 0.1])}
+    mixed = jaxmp.mixed_precision(optax.sgd(1.0), policy)
+    for tx in (mixed, jaxmp.keep_master_params(optax.sgd(1.0), policy)):
+        assert_moved(jaxmp.get_master_params(tx.init(params32), params), params32)
+    assert_exact(jaxmp.get_loss_scale(mixed.init(params32)), np.float32(2.0**16))
+    assert_exact(jaxmp.linen.TrainState.create(apply_fn=len, params=params32, tx=mixed, policy=policy).params, params)
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     jaxmp.nnx.cast_to_param(model, policy)
     assert model.kernel.get_value().dtype == jnp.float16

@@ -12,11 +12,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from helpers import assert_within_ulps
 from matmul_dtypes import matmuls
+from policy_steps import filled
+from regimes import mesh_of
 
 X, Y = np.random.default_rng(0).normal(size=(2, 16, 16)).astype(np.float32)
 
@@ -39,8 +41,7 @@ def loss_fn(params, x, y):
 
 @functools.cache
 def params_of(policy: str) -> Any:
-    with jaxmp.autocast(policy):
-        return jax.jit(lambda x: Net().init(jax.random.key(0), x)["params"])(X)
+    return filled(jaxmp.autocast(Net().init, policy), jax.random.key(0), X)["params"]
 
 
 @functools.cache
@@ -56,11 +57,6 @@ def gradient(policy: str, loss: Any = loss_fn, **options: Any) -> Any:
     return lambda x, y: jaxmp.value_and_grad(loss, policy=policy, **options)(params, x, y, opt_state=opt_state)
 
 
-def names(found: Any) -> set[str]:
-    return set(found)
-
-
-IN_FP8 = {"float8_e4m3fn", "float8_e4m3fnxfloat8_e5m2"}
 EXPECTED = {
     "fp16": {"float16": 8},
     "bf16": {"bfloat16": 8},
@@ -73,7 +69,6 @@ EXPECTED = {
 # value_and_grad
 
 
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", EXPECTED)
 def test_a_loss_runs_in_the_precision_of_its_policy(policy):
     assert matmuls(gradient(policy), X, Y) == EXPECTED[policy]
@@ -82,7 +77,6 @@ def test_a_loss_runs_in_the_precision_of_its_policy(policy):
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("policy", ["fp16", "fp8"])
 def test_it_does_so_in_every_regime(policy):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     run = gradient(policy)
 
     def local(x, y):
@@ -93,18 +87,19 @@ def test_it_does_so_in_every_regime(policy):
 
     fold = X.reshape(2, 8, 16), Y.reshape(2, 8, 16)
     batch = (np.concatenate([X, X]), np.concatenate([Y, Y]))
+    spread = functools.partial(jax.shard_map, local, mesh=mesh_of(devices=2), in_specs=P("data"), out_specs=P())
     regimes = {
         "microbatches": (gradient(policy, accumulate=2, accumulate_argnums=(1, 2)), batch),
         "remat": (gradient(policy, jax.checkpoint(loss_fn)), (X, Y)),
         "jitted loss": (gradient(policy, jax.jit(loss_fn)), (X, Y)),
         "aux": (gradient(policy, with_aux, has_aux=True), (X, Y)),
         "scan": (lambda x, y: jax.lax.map(lambda b: run(*b)[0], (x[None], y[None])), (X, Y)),
-        "shard_map": (jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P()), batch),
+        "shard_map": (spread(), batch),
         "vmap": (jax.vmap(run), fold),
-        "unchecked": (jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False), batch),
+        "unchecked": (spread(check_vma=False), batch),
     }
     for name, (fn, args) in regimes.items():
-        assert names(matmuls(fn, *args)) == names(EXPECTED[policy]), name
+        assert matmuls(fn, *args).keys() == EXPECTED[policy].keys(), name
 
 
 def test_a_filter_that_a_loop_writes_again_traces_nothing_again():
@@ -121,25 +116,23 @@ def test_a_filter_that_a_loop_writes_again_traces_nothing_again():
     assert len(traces) == 1
 
 
-def test_it_traces_the_loss_once():
+@pytest.mark.parametrize("policy", ["fp16", "fp32"])
+def test_it_traces_the_loss_once(policy):
     traces = []
 
     def counted(params, x, y):
         traces.append(1)
         return loss_fn(params, x, y)
 
-    for policy in ("fp16", "bf16", "fp32"):
-        traces.clear()
-        jax.make_jaxpr(gradient(policy, counted))(X, Y)
-        assert len(traces) == 1, policy
+    jax.make_jaxpr(gradient(policy, counted))(X, Y)
+    assert len(traces) == 1
 
 
-def test_params_keep_their_values_and_gradients_their_dtypes():
-    """float32 params of "16-mixed" have float32 gradients; the loss is float32, also where nothing casts it."""
-    for policy, dtype in (("16-mixed", "float32"), ("fp16", "float16")):
-        loss, grads = jax.eval_shape(gradient(policy), X, Y)
-        assert loss.dtype == jnp.float32
-        assert {g.dtype.name for g in jax.tree.leaves(grads)} == {dtype}
+@pytest.mark.parametrize(("policy", "dtype"), [("16-mixed", "float32"), ("fp16", "float16")])
+def test_gradients_have_the_dtypes_of_the_params_and_the_loss_is_float32(policy, dtype):
+    loss, grads = jax.eval_shape(gradient(policy), X, Y)
+    assert loss.dtype == jnp.float32
+    assert {g.dtype.name for g in jax.tree.leaves(grads)} == {dtype}
 
 
 @pytest.mark.thorough(1)
@@ -166,23 +159,19 @@ def test_a_region_inside_the_loss_is_the_innermost():
     assert matmuls(gradient("bf16", half_off), X, Y) == {"float32": 1, "bfloat16": 8}
 
 
-AROUND = {
+PRECISE = {"Dense_2": jnp.float32}
+AROUND = {  # a region -> the matmuls of value_and_grad with policy="fp16", and of one that reads it from the state
     "another dtype": (lambda: jaxmp.autocast(jnp.bfloat16), {"float16": 8}, {"bfloat16": 8}),
     "off": (lambda: jaxmp.autocast(enabled=False), {"float16": 8}, {"float32": 8}),
-    "the same, more precise": (
-        lambda: jaxmp.autocast("fp16", modules={"Dense_2": jnp.float32}),
-        {"float16": 5, "float32": 3},
-        {"float16": 5, "float32": 3},
-    ),
+    "the same, more precise": (lambda: jaxmp.autocast("fp16", modules=PRECISE), *2 * [{"float16": 5, "float32": 3}]),
     "another, more precise": (
-        lambda: jaxmp.autocast("bf16", modules={"Dense_2": jnp.float32}),
+        lambda: jaxmp.autocast("bf16", modules=PRECISE),
         {"float16": 8},
         {"bfloat16": 5, "float32": 3},
     ),
 }
 
 
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize("region", AROUND)
 def test_a_region_around_the_loss(region):
     """An argument is nearer than a region around it, unless this says more. A TrainState's policy is a default."""
@@ -202,12 +191,13 @@ def test_a_region_around_the_loss(region):
 
 
 def test_fp8_around_the_loss_keeps_its_recipe_and_filter():
-    with jaxmp.fp8.autocast(jaxmp.fp8.DelayedScaling(fp8_format="E4M3"), filter=("Dense_0",)):
-        params32 = Net().init(jax.random.key(0), X)["params"]
-    params, opt_state = params32, jaxmp.mixed_precision(optax.sgd(0.1), "fp8").init(params_of("fp8"))
+    region = functools.partial(jaxmp.fp8.autocast, jaxmp.fp8.DelayedScaling(fp8_format="E4M3"), filter=("Dense_0",))
+    with region():
+        params = filled(Net().init, jax.random.key(0), X)["params"]
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp8").init(params_of("fp8"))
 
     def run(x, y):
-        with jaxmp.fp8.autocast(jaxmp.fp8.DelayedScaling(fp8_format="E4M3"), filter=("Dense_0",)):
+        with region():
             return jaxmp.value_and_grad(loss_fn, policy="fp8")(params, x, y, opt_state=opt_state)
 
     assert matmuls(run, X, Y) == {"float8_e4m3fn": 3, "bfloat16": 6}
@@ -216,17 +206,13 @@ def test_fp8_around_the_loss_keeps_its_recipe_and_filter():
 # A dtype of their own
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("own", [jnp.bfloat16, jnp.float16])
-def test_linen_modules_keep_a_16_bit_dtype_of_their_own(own):
-    net = Net((None, own, None))
+def test_linen_modules_keep_a_16_bit_dtype_of_their_own():
+    net = Net((None, jnp.bfloat16, None))
 
     def loss(params, x, y):
         return jnp.mean((net.apply({"params": params}, x) - y) ** 2)
 
-    expected = {"float16": 5}
-    expected[jnp.dtype(own).name] = expected.get(jnp.dtype(own).name, 0) + 3
-    assert matmuls(gradient("fp16", loss), X, Y) == expected
+    assert matmuls(gradient("fp16", loss), X, Y) == {"float16": 5, "bfloat16": 3}
     named = jaxmp.autocast(loss, "fp16", modules={"Dense_1": jnp.float16})  # but a name is nearer
     assert matmuls(jax.grad(named), params_of("fp16"), X, Y) == {"float16": 8}
 
@@ -236,8 +222,8 @@ def test_nnx_modules_keep_a_16_bit_dtype_of_their_own():
     model = nnx.Sequential(nnx.Embed(8, 16, rngs=nnx.Rngs(1)), *layers)
     call = jaxmp.autocast(lambda model, x: model(x), jnp.float16)
     graphdef, state = nnx.split(model)
-    found = matmuls(lambda state, x: call(nnx.merge(graphdef, state), x), state, np.zeros(16, np.int32))
-    assert found == {"float16": 2, "bfloat16": 1}
+    run = lambda state, x: call(nnx.merge(graphdef, state), x)  # noqa: E731
+    assert matmuls(run, state, np.zeros(16, np.int32)) == {"float16": 2, "bfloat16": 1}
 
 
 def test_a_child_follows_the_dtype_of_its_parent_unless_it_has_its_own():
@@ -248,7 +234,7 @@ def test_a_child_follows_the_dtype_of_its_parent_unless_it_has_its_own():
         def __call__(self, x):
             return nn.Dense(16, dtype=jnp.float16)(nn.Dense(16)(x))
 
-    params = Parent().init(jax.random.key(0), X)
+    params = filled(Parent().init, jax.random.key(0), X)
     run = jaxmp.autocast(Parent(jnp.bfloat16).apply, jnp.float16)
     assert matmuls(run, params, X) == {"float16": 1, "bfloat16": 1}
 
@@ -266,13 +252,15 @@ def test_a_policy_in_place_of_a_dtype():
             assert matmuls(how(jnp.matmul), X, Y) == {"bfloat16": 1}
     for policy in ("fp32", "tf32", "float32"):
         assert matmuls(jaxmp.autocast(jnp.matmul, policy), X, Y) == {"float32": 1}
-    assert jaxmp.autocast(jnp.matmul, "fp16", output_dtype=jnp.float32)(X, Y).dtype == jnp.float32
+    in_fp16 = jaxmp.autocast(jnp.matmul, "fp16", output_dtype=jnp.float32)
+    assert jax.eval_shape(in_fp16, X, Y).dtype == jnp.float32
 
 
 def test_a_region_of_fp8_serves_for_init_and_for_evaluation():
     params = params_of("fp8")
     assert [name for name, layer in params.items() if "Fp8DotGeneral_0" in layer] == ["Dense_1"]
-    assert_within_ulps(jax.jit(jaxmp.autocast(Net().init, "fp8"))(jax.random.key(0), X)["params"], params, 4)
+    with jaxmp.autocast("fp8"):
+        assert jax.eval_shape(Net().init, jax.random.key(0), X)["params"] == jax.eval_shape(lambda: params)
     apply = jax.jit(Net().apply)
     expected = {"bfloat16": 2, "float8_e4m3fn": 1}
     with jaxmp.autocast("bf16"):  # the jitted function is traced anew in each region
@@ -297,19 +285,16 @@ def test_a_layer_in_fp8_returns_16_bits():
             assert jax.eval_shape(jaxmp.autocast(apply, jnp.bfloat16), params, X).dtype == jnp.bfloat16
     model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.Einsum("ij,jk->ik", (16, 16), rngs=nnx.Rngs(1)))
     jaxmp.nnx.to_fp8(model, filter=lambda path, layer: True)
-    assert jaxmp.autocast(lambda model, x: model(x), jnp.bfloat16)(model, X).dtype == jnp.bfloat16
+    call, (graphdef, state) = jaxmp.autocast(lambda model, x: model(x), jnp.bfloat16), nnx.split(model)
+    assert jax.eval_shape(lambda x: call(nnx.merge(graphdef, state), x), X).dtype == jnp.bfloat16
 
 
 def test_a_region_leaves_the_params_that_init_makes_as_they_are():
-    class Orthogonal(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(16, kernel_init=nn.initializers.orthogonal())(x)
-
-    plain = Orthogonal().init(jax.random.key(0), X)
-    with jaxmp.autocast("fp16"):
-        assert_within_ulps(Orthogonal().init(jax.random.key(0), X), plain, 4)
-    assert_within_ulps(jaxmp.autocast(Orthogonal().init, "fp16")(jax.random.key(0), X), plain, 4)
+    init = nn.Dense(16, kernel_init=nn.initializers.orthogonal()).init
+    plain = jax.jit(init)(jax.random.key(0), X)
+    in_a_region = lambda *args: jaxmp.autocast("fp16")(init)(*args)  # noqa: E731
+    for other in (in_a_region, jaxmp.autocast(init, "fp16")):
+        assert_within_ulps(jax.jit(other)(jax.random.key(0), X), plain, 4)
 
 
 @pytest.mark.parametrize("region", [True, False], ids=["region", "transform"])
@@ -350,20 +335,15 @@ def test_amaxes_of_layers_without_a_dtype_are_those_of_layers_with_one():
             grads = grad_fn(params, x, y, opt_state=opt_state)[1]
         return jaxmp.fp8.get_amaxes(grads["Dense_1"]["Fp8DotGeneral_0"])
 
-    x, y = np.concatenate([X, 2 * X]), np.concatenate([Y, Y])
-
     @jax.jit
     def all_of_them(x, y):
-        expected = scale_gradients(None, by_hand, 1, x, y)
-        losses = {"plain": loss_fn, "jit": jax.jit(loss_fn), "remat": jax.checkpoint(loss_fn)}
-        found = {name: scale_gradients("fp8", loss, 1, x, y) for name, loss in losses.items()}
-        return expected, found, scale_gradients(None, by_hand, 2, x, y), scale_gradients("fp8", loss_fn, 2, x, y)
+        expected = {k: scale_gradients(None, by_hand, k, x, y) for k in (1, 2)}
+        losses = [(loss_fn, 1), (jax.jit(loss_fn), 1), (jax.checkpoint(loss_fn), 1), (loss_fn, 2)]
+        return [(scale_gradients("fp8", loss, k, x, y), expected[k]) for loss, k in losses]
 
-    expected, found, expected_2, found_2 = all_of_them(x, y)
-    assert all(float(amax) > 0 for amax in jax.tree.leaves(expected))
-    for name, amaxes in found.items():
-        np.testing.assert_allclose(*map(jax.tree.leaves, (amaxes, expected)), rtol=1e-2, err_msg=name)
-    np.testing.assert_allclose(*map(jax.tree.leaves, (found_2, expected_2)), rtol=1e-2)
+    for amaxes, expected in all_of_them(np.concatenate([X, 2 * X]), np.concatenate([Y, Y])):
+        assert all(float(amax) > 0 for amax in jax.tree.leaves(expected))
+        np.testing.assert_allclose(*map(jax.tree.leaves, (amaxes, expected)), rtol=1e-2)
 
 
 def test_a_layer_that_cannot_run_in_fp8_says_in_which_dtype_it_runs():
@@ -376,8 +356,7 @@ def test_a_layer_that_cannot_run_in_fp8_says_in_which_dtype_it_runs():
             return nn.Dense(16)(nn.Dense(16)(x))
 
     model = Scaled()
-    with jaxmp.autocast("fp8"):
-        params = model.init(jax.random.key(0), X)["params"]
+    params = filled(jaxmp.autocast(model.init, "fp8"), jax.random.key(0), X)["params"]
 
     def loss_fn(params):
         return jnp.mean(model.apply({"params": params}, X))

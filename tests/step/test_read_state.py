@@ -24,45 +24,32 @@ READERS = {
 NO_STATES = {
     "params": PARAMS,
     "none": None,
-    "number": 1.0,
     "module": nnx.Linear(3, 2, rngs=nnx.Rngs(0)),
     "dicts": {"scaling": {"loss_scale": jnp.ones(())}},  # as restored without a template
-    "loss_scale": jaxmp.DynamicLossScale(),
 }
 
 
-@pytest.mark.parametrize("given", NO_STATES)
 @pytest.mark.parametrize("reader", READERS)
-def test_what_is_no_state_is_refused(reader, given):
-    with pytest.raises(
-        TypeError, match=rf"{reader}.* must get the state of an optimizer; got \w+ without any. Pass opt_state"
-    ):
-        READERS[reader](NO_STATES[given])
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_the_optimizer_in_place_of_its_state_is_refused(reader):
+def test_what_is_no_state_is_refused(reader):
+    for wrong in NO_STATES.values():
+        with pytest.raises(
+            TypeError, match=rf"{reader}.* must get the state of an optimizer; got \w+ without any. Pass opt_state"
+        ):
+            READERS[reader](wrong)
     with pytest.raises(TypeError, match=rf"{reader}.*; got the optimizer. Pass opt_state as tx.init\(params\)"):
         READERS[reader](TX)
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("reader", READERS)
-def test_states_of_all_kinds_are_read(reader):
+def test_states_of_all_kinds_are_read():
     module = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     train_state = jaxmp.linen.TrainState.create(apply_fn=None, params=PARAMS, tx=TX, policy="bf16")
-    plain = [
-        tx.init(PARAMS)
-        for tx in (optax.sgd(0.1), optax.adam(0.1), optax.chain(TX), optax.multi_transform({"x": TX}, "x"))
-    ]
-    for state in (*plain, (), train_state, train_state.opt_state):
-        READERS[reader](state)
-    if reader != "get_master_params":
-        READERS[reader](nnx.Optimizer(module, TX, wrt=nnx.Param))
-
-
-def test_a_test_that_scales_by_hand_reads_the_scale_of_nothing():
-    assert_exact(jaxmp.get_loss_scale(()), np.float32(1))
+    optimizers = optax.sgd(0.1), optax.adam(0.1), optax.chain(TX), optax.multi_transform({"x": TX}, "x")
+    states = [tx.init(PARAMS) for tx in optimizers] + [(), train_state, train_state.opt_state]
+    of_nnx = nnx.Optimizer(module, TX, wrt=nnx.Param)
+    for reader, read in READERS.items():
+        for state in states if reader == "get_master_params" else (*states, of_nnx):
+            read(state)
+    assert_exact(jaxmp.get_loss_scale(()), np.float32(1))  # a test that scales by hand
 
 
 def test_keep_if_skipped_names_its_order():
@@ -71,9 +58,7 @@ def test_keep_if_skipped_names_its_order():
         jaxmp.keep_if_skipped(new, old, TX.init(PARAMS))
 
 
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("step", ["apply_gradients", "update"])
-@pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(("policy", "step"), [("fp16", "update"), ("fp32", "apply_gradients")])
 def test_leaves_that_came_after_the_optimizer_are_named(policy, step):
     tx = jaxmp.mixed_precision(optax.sgd(0.1), policy, loss_scale=None if policy == "fp32" else 2.0)
     state, params = tx.init(PARAMS), jaxmp.get_policy(policy).cast_to_param(PARAMS)
@@ -150,3 +135,19 @@ def test_keep_if_skipped_keeps_the_containers_and_names_what_is_missing():
         assert_moved(jax.tree.leaves(kept), jax.tree.leaves(new))
     with pytest.raises(ValueError, match="same tree structure; norm/var is in old only. Pass the whole tree"):
         jaxmp.keep_if_skipped(TX.init(PARAMS), {"norm": {"mean": jnp.ones(2)}}, old)
+
+
+SCALES = {"dense": {"kernel": jnp.ones((2, 2)), "fp8_lhs_e4m3_log2_scale": jnp.float32(3.0)}}
+AMAXES = {"dense": {"kernel": jnp.ones((2, 2)), "fp8_lhs_e4m3_log2_scale": jnp.zeros(3)}}
+
+
+@pytest.mark.parametrize(("reader", "tree", "of"), [("get_scales", SCALES, "params"), ("get_amaxes", AMAXES, "grads")])
+def test_readers_of_fp8_scales_refuse_shapes(reader, tree, of):
+    """`jax.eval_shape` takes the readers."""
+    read, shapes = getattr(jaxmp.fp8, reader), jax.eval_shape(lambda: tree)
+    rule = rf"{reader} reads numbers; got a jax.ShapeDtypeStruct at dense/fp8_lhs_e4m3_log2_scale"
+    with pytest.raises(TypeError, match=rf"{rule}. Call jax.eval_shape\(jaxmp.fp8.{reader}, {of}\)"):
+        read(shapes)
+    scalars = jax.eval_shape(read, shapes)
+    assert scalars["dense/fp8_lhs_e4m3_log2_scale"] == jax.ShapeDtypeStruct((), jnp.float32)
+    assert read(tree).keys() == scalars.keys()

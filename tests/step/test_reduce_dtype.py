@@ -21,6 +21,7 @@ import jaxmp
 import regimes
 from helpers import assert_exact
 from jaxmp._src.programs import jaxprs
+from policy_steps import filled
 
 WIDTH, ROWS, LAYERS = 16, 88, 3
 GROUPS = np.array([8, 40, 40], np.int32)
@@ -61,10 +62,6 @@ def recurrent(p, x):
     return jax.lax.scan(lambda h, _: (jnp.tanh(h @ p["w"] + wide(p["b"], h)), None), x, None, length=3)[0]
 
 
-def rematerialized(p, x):
-    return jax.checkpoint(dense)(p, x)
-
-
 def remat_in_a_loop(p, x):
     return jax.lax.scan(jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None)), x, p["layers"])[0]
 
@@ -79,10 +76,6 @@ def jitted(p, x):
 
 def lora(p, x):
     return x @ (p["w"] + 0.5 * p["down"] @ p["up"])
-
-
-def masked(p, x):
-    return x @ (p["w"] * jnp.tril(jnp.ones((WIDTH, WIDTH))))
 
 
 def norm(p, x):
@@ -137,12 +130,8 @@ def _backward(kept, g):
 _with_own_rule.defvjp(_forward, _backward)
 
 
-def own_rule(p, x):
-    return _with_own_rule(jnp.tanh(_with_own_rule(x, p["w"], p["b"])), p["v"], p["b"])
-
-
 def own_rule_in_a_jit(p, x):
-    return jax.jit(own_rule)(p, x)
+    return jax.jit(lambda p, x: _with_own_rule(jnp.tanh(_with_own_rule(x, p["w"], p["b"])), p["v"], p["b"]))(p, x)
 
 
 @jax.custom_jvp
@@ -168,10 +157,12 @@ def split_by_hand(p, x):
 
 
 MODELS = (
-    own_rule, own_rule_in_a_jit, own_jvp, split_by_hand, dense, stacked, recurrent, rematerialized, remat_in_a_loop,
-    jitted, lora, masked, norm, for_each_row, chosen, with_its_own_dtype, convolution, experts, embedding,
-    by_hand_in_16_bits,
+    own_rule_in_a_jit, own_jvp, split_by_hand, dense, stacked, recurrent, remat_in_a_loop, jitted,
+    lora, norm, for_each_row, chosen, with_its_own_dtype, convolution, experts, embedding, by_hand_in_16_bits,
 )  # fmt: skip
+CASES = [(model, "bf16") for model in MODELS] + [
+    (dense, "fp16"), (dense, "bf16-mixed"), (own_rule_in_a_jit, "bf16-mixed"), (split_by_hand, "bf16-mixed"),
+]  # fmt: skip
 
 
 @functools.cache
@@ -193,60 +184,80 @@ def gradient(model, policy, **options):
 
 def low_sums(jaxpr, rows):
     """The products and sums over an axis of `rows` elements whose results have 16 bits."""
-    found = []
+    low = []
     for eqn in jaxprs.equations(jaxpr):
         name, out = eqn.primitive.name, eqn.outvars[0].aval if eqn.outvars else None
         if name in jaxprs.MATMULS | jaxprs.RAGGED_MATMULS | {"reduce_sum", "scatter-add", "psum", "psum_invariant"}:
             over = any(rows in getattr(v.aval, "shape", ()) for v in eqn.invars) and rows not in out.shape
             over |= name.startswith("psum")  # over devices
-            found += [name] if over and out.dtype in (jnp.bfloat16, jnp.float16) else []
-    return found
+            low += [name] if over and out.dtype in (jnp.bfloat16, jnp.float16) else []
+    return low
 
 
-def policy_of(name, **options):
-    return jaxmp.get_policy(name, keep_fp32=(), **options)
+def policy_of(name, reduce_dtype="float32"):
+    return jaxmp.get_policy(name, keep_fp32=(), reduce_dtype=reduce_dtype)
 
 
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("name", ["bf16", "bf16-mixed", "fp16"])
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def params_of(policy, params=PARAMS):
+    return jax.tree.map(jnp.asarray, policy.cast_to_param(params))
+
+
+def assert_near(actual, expected, atol):
+    """Leaves agree within `atol`, relative to the largest element of each; the actual ones are float32."""
+    for g, h in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert g.dtype == jnp.float32
+        h = np.asarray(h, np.float32)
+        np.testing.assert_allclose(g, h, rtol=0, atol=atol * (np.abs(h).max() + 2**-30))
+
+
+@functools.cache
+def dense_gradients(name):
+    """On one device."""
+    policy = policy_of(name)
+    return jax.device_get(jax.jit(gradient(dense, policy))(params_of(policy), X)[1])
+
+
+@pytest.mark.thorough(6)
+@pytest.mark.parametrize(("model", "name"), CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_no_sum_over_rows_ends_in_16_bits(model, name):
-    policy, plain = policy_of(name, reduce_dtype="float32"), policy_of(name, reduce_dtype=None)
-    p = jax.tree.map(jnp.asarray, policy.cast_to_param(PARAMS))
-    traced = jax.make_jaxpr(gradient(model, policy), return_shape=True)(p, X)
-    assert low_sums(traced[0], ROWS) == []
-    assert {g.dtype for g in jax.tree.leaves(traced[1][1])} == {np.dtype(np.float32)}
-    before = jax.make_jaxpr(gradient(model, plain), return_shape=True)(p, X)
+    policy, plain = policy_of(name), policy_of(name, None)
+    p = params_of(policy)
+    jaxpr, (_, grads) = jax.make_jaxpr(gradient(model, policy), return_shape=True)(p, X)
+    assert low_sums(jaxpr, ROWS) == []
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {np.dtype(np.float32)}
+    jaxpr, (_, grads) = jax.make_jaxpr(gradient(model, plain), return_shape=True)(p, X)
     if model is not split_by_hand or name != "bf16-mixed":  # float32 params enter it in float32
-        assert low_sums(before[0], ROWS)
-    assert {g.dtype for g in jax.tree.leaves(before[1][1])} == {policy.param_dtype}
+        assert low_sums(jaxpr, ROWS)
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {policy.param_dtype}
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("name", ["bf16", "bf16-mixed", "fp16"])
-@pytest.mark.parametrize("model", (dense, stacked, embedding), ids=lambda model: model.__name__)
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(dense, "fp16"), (stacked, "bf16"), (embedding, "bf16-mixed")],
+    ids=lambda x: getattr(x, "__name__", x),
+)
 def test_the_loss_stays_and_the_gradients_are_closer(model, name):
-    policy, plain = policy_of(name, reduce_dtype="float32"), policy_of(name, reduce_dtype=None)
-    p = jax.tree.map(jnp.asarray, policy.cast_to_param(PARAMS))
-    loss, grads = jax.jit(gradient(model, policy))(p, X)
-    plain_loss, plain_grads = jax.jit(gradient(model, plain))(p, X)
+    policy, plain = policy_of(name), policy_of(name, None)
+    p = params_of(policy)
+    both = jax.jit(lambda p, x: (gradient(model, policy)(p, x), gradient(model, plain)(p, x)))
+    (loss, grads), (plain_loss, plain_grads) = both(p, X)
     assert abs(loss - plain_loss) <= 2**-20 * abs(plain_loss)
-    for g, h in zip(jax.tree.leaves(grads), jax.tree.leaves(plain_grads), strict=True):
-        scale = np.abs(np.asarray(h, np.float32)).max()
-        np.testing.assert_allclose(g, np.asarray(h, np.float32), atol=2**-6 * scale)
+    assert_near(grads, plain_grads, 2**-6)
     assert all(is_not_rounded(g, policy) for g in jax.tree.leaves(grads) if g.ndim > 1 and np.any(g))
 
 
 def is_not_rounded(g, policy):
     """Whether no rounding to 16 bits came last."""
-    return np.any(g != g.astype(policy.compute_dtype).astype(jnp.float32))
+    g = np.asarray(g)
+    return np.any(g != g.astype(policy.compute_dtype).astype(np.float32))
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("name", ["bf16", "bf16-mixed", "fp16"])
+@pytest.mark.parametrize("name", ["bf16", "bf16-mixed"])
 def test_what_holds_functions_rounds_no_gradient(name):
     """Loops over stacked params, remat, branches, shard_map, derivatives of one's own, and each in the other."""
-    policy = policy_of(name, reduce_dtype="float32")
+    policy = policy_of(name)
     layers = {key: PARAMS["layers"] * np.float32(1 + i / 8) for i, key in enumerate(("scanned", "kept", "in_both"))}
     mats = {key: _matrix(WIDTH, WIDTH) for key in ("remat", "branch", "device", "jvp")}
 
@@ -261,8 +272,7 @@ def test_what_holds_functions_rounds_no_gradient(name):
         return _with_own_jvp(jnp.tanh(spread(x, p["device"])), p["jvp"])
 
     params = layers | mats
-    p = jax.tree.map(jnp.asarray, policy.cast_to_param(params))
-    loss, grads = jax.jit(gradient(model, policy))(p, X)
+    loss, grads = jax.jit(gradient(model, policy))(params_of(policy, params), X)
     exact_loss, exact = jax.jit(jax.value_and_grad(loss_of(model)))(params, X)
     assert abs(loss - exact_loss) < 2**-4 * exact_loss
     for path, g in grads.items():
@@ -271,71 +281,53 @@ def test_what_holds_functions_rounds_no_gradient(name):
         np.testing.assert_allclose(g, expected, rtol=0, atol=2**-3 * np.abs(expected).max(), err_msg=path)
 
 
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", ["bf16", "bf16-mixed"])
 def test_no_rounding_comes_after_the_product(name):
     """The gradient of a weight is the float32 product of the 16-bit data and the 16-bit cotangent."""
-    policy = policy_of(name, reduce_dtype="float32")
-    w = jnp.asarray(policy.cast_to_param(PARAMS["w"]))
+    policy = policy_of(name)
     loss_fn = lambda w, x: jnp.sum((x @ w).astype(jnp.float32))  # noqa: E731
-    compute = jaxmp.value_and_grad(loss_fn, policy=policy)
-    found = compute(w, X, opt_state=state(policy))[1]
+    compute = jax.jit(jaxmp.value_and_grad(loss_fn, policy=policy))
+    grads = compute(params_of(policy)["w"], X, opt_state=state(policy))[1]
     ones = np.full((ROWS, WIDTH), 2.0**10, np.float64)
-    expected = np.asarray(jnp.asarray(X, jnp.bfloat16), np.float64).T @ ones
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2**-20 * np.abs(expected).max())
+    expected = X.astype(jnp.bfloat16).astype(np.float64).T @ ones
+    np.testing.assert_allclose(grads, expected, rtol=0, atol=2**-20 * np.abs(expected).max())
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("name", ["bf16", "bf16-mixed"])
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("name", "check_vma"), [("bf16", True), ("bf16-mixed", False)])
 def test_in_shard_map_and_microbatches(name, check_vma):
-    policy = policy_of(name, reduce_dtype="float32")
-    p = jax.tree.map(jnp.asarray, policy.cast_to_param(PARAMS))
+    policy = policy_of(name)
     whole, in_two = gradient(dense, policy), gradient(dense, policy, accumulate=2)
-
-    def mean(p, x):
-        grads, summed = whole(p, x)[1], in_two(p, x)[1]
-        assert {g.dtype for g in jax.tree.leaves((grads, summed))} == {np.dtype(np.float32)}
-        return jax.lax.pmean((grads, summed), regimes.AXIS)
-
-    mesh = regimes.mesh_of()
-    run = jax.shard_map(mean, mesh=mesh, in_specs=(P(), P(regimes.AXIS)), out_specs=P(), check_vma=check_vma)
-    assert low_sums(jax.make_jaxpr(run)(p, X), ROWS // regimes.DEVICES) == []
-    found, summed = jax.jit(run)(p, X)
-    expected = jax.jit(gradient(dense, policy))(p, X)[1]
-    for other in (found, summed):
-        for g, h in zip(jax.tree.leaves(other), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(g, h, atol=2**-7 * (np.abs(h).max() + 2**-30))
+    mean = lambda p, x: jax.lax.pmean((whole(p, x)[1], in_two(p, x)[1]), regimes.AXIS)  # noqa: E731
+    specs = {"in_specs": (P(), P(regimes.AXIS)), "out_specs": P()}
+    traced = jax.jit(jax.shard_map(mean, mesh=regimes.mesh_of(), **specs, check_vma=check_vma)).trace(
+        params_of(policy), X
+    )
+    assert low_sums(traced.jaxpr, ROWS // regimes.DEVICES) == []
+    for grads in traced.lower().compile()(params_of(policy), X):
+        assert_near(grads, dense_gradients(name), 2**-7)
 
 
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh(axis_type):
-    policy = policy_of("bf16", reduce_dtype="float32")
-    mesh = regimes.mesh_of(axis_type)
+    policy, mesh = policy_of("bf16"), regimes.mesh_of(axis_type)
     with jax.set_mesh(mesh):
         p = jax.device_put(policy.cast_to_param(PARAMS), NamedSharding(mesh, P()))
         x = jax.device_put(X, NamedSharding(mesh, P(regimes.AXIS)))
-        run = jax.jit(gradient(dense, policy))
-        assert low_sums(run.trace(p, x).jaxpr, ROWS) == []
-        found = run(p, x)[1]
-    expected = jax.jit(gradient(dense, policy))(policy.cast_to_param(PARAMS), X)[1]
-    for g, h in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(g, h, atol=2**-7 * (np.abs(h).max() + 2**-30))
+        traced = jax.jit(gradient(dense, policy)).trace(p, x)
+        assert low_sums(traced.jaxpr, ROWS) == []
+        grads = traced.lower().compile()(p, x)[1]
+    assert_near(grads, dense_gradients("bf16"), 2**-7)
 
 
 def test_pmap():
-    policy = policy_of("fp16", reduce_dtype="float32")
-    p = policy.cast_to_param(PARAMS)
-    x = X.reshape(regimes.DEVICES, -1, WIDTH)
-    compute = gradient(dense, policy)
+    policy = policy_of("bf16")
+    p, compute = params_of(policy), gradient(dense, policy)
     run = lambda x: jax.lax.pmean(compute(p, x)[1], "data")  # noqa: E731
     devices = jax.devices()[: regimes.DEVICES]
-    found = jax.pmap(run, axis_name="data", devices=devices)(x)
-    expected = jax.jit(gradient(dense, policy))(p, X)[1]
-    for g, h in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert g.dtype == jnp.float32
-        np.testing.assert_allclose(g[0], h, atol=2**-8 * (np.abs(h).max() + 2**-30))
+    grads = jax.pmap(run, axis_name="data", devices=devices)(X.reshape(regimes.DEVICES, -1, WIDTH))
+    assert_near(jax.tree.map(lambda g: g[0], grads), dense_gradients("bf16"), 2**-8)
 
 
 class Linen(nn.Module):
@@ -372,132 +364,102 @@ def token_loss(logits, tokens):
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens))
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("name", ["bf16", "bf16-mixed", "fp16"])
-def test_linen(name):
-    policy = policy_of(name, reduce_dtype="float32")
+def linen_gradients(policy, tokens):
     model = Linen()
-    params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]
-    made = jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-2), policy=policy)
-
-    def step(made, tokens):
-        loss_fn = lambda p, t: token_loss(model.apply({"params": p}, t), t)  # noqa: E731
-        loss, grads = jaxmp.value_and_grad(loss_fn)(made.params, tokens, opt_state=made)
-        return made.apply_gradients(grads=grads), loss, grads
-
-    traced = jax.jit(step).trace(made, TOKENS)
-    assert low_sums(traced.jaxpr, len(TOKENS)) == []
-    run = traced.lower().compile()
-    losses = []
-    for _ in range(8):
-        made, loss, grads = run(made, TOKENS)
-        losses.append(float(loss))
-    assert {g.dtype for g in jax.tree.leaves(grads)} == {np.dtype(np.float32)}
-    assert {p.dtype for p in jax.tree.leaves(made.params)} == {policy.param_dtype}
-    assert losses[-1] < losses[0] - 0.1
+    params = policy.cast_to_param(filled(model.init, jax.random.key(0), tokens)["params"])
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), policy).init(params)
+    loss_fn = lambda p, t: token_loss(model.apply({"params": p}, t), t)  # noqa: E731
+    return lambda tokens: jaxmp.value_and_grad(loss_fn, policy=policy)(params, tokens, opt_state=opt_state)[1]
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("name", ["bf16", "bf16-mixed", "fp16"])
-def test_nnx(name):
-    policy = policy_of(name, reduce_dtype="float32")
+def nnx_gradients(policy, tokens):
+    del tokens
     model = Nnx(nnx.Rngs(0))
-    optimizer = jaxmp.nnx.Optimizer(model, optax.adamw(1e-2), policy=policy)
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), policy=policy)
+    compute = jaxmp.nnx.value_and_grad(lambda model, tokens: token_loss(model(tokens), tokens))
+    return lambda tokens: nnx.as_pure(compute(model, tokens, opt_state=optimizer)[1])
 
-    @nnx.jit
-    def step(model, optimizer, tokens):
-        compute = jaxmp.nnx.value_and_grad(lambda model, tokens: token_loss(model(tokens), tokens))
-        loss, grads = compute(model, tokens, opt_state=optimizer)
-        dtypes.update(g.dtype for g in jax.tree.leaves(grads))
-        optimizer.update(model, grads)
-        return loss
 
-    dtypes = set()
-    graphdef, variables = nnx.split((model, optimizer))
-
-    def pure(variables, tokens):
-        return step(*nnx.merge(graphdef, variables), tokens)
-
-    assert low_sums(jax.make_jaxpr(pure)(variables, TOKENS), len(TOKENS)) == []
-    assert dtypes == {np.dtype(np.float32)}
-    losses = [float(step(model, optimizer, TOKENS)) for _ in range(8)]
-    assert losses[-1] < losses[0] - 0.1
+@pytest.mark.parametrize("name", ["bf16", "bf16-mixed"])
+@pytest.mark.parametrize("gradients", [linen_gradients, nnx_gradients])
+def test_no_sum_over_rows_of_a_model_of_flax_ends_in_16_bits(gradients, name):
+    """With embeddings, convolutions, norms, and a scan of remat."""
+    jaxpr, grads = jax.make_jaxpr(gradients(policy_of(name), TOKENS), return_shape=True)(TOKENS)
+    assert low_sums(jaxpr, len(TOKENS)) == []
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {np.dtype(np.float32)}
+    jaxpr = jax.make_jaxpr(gradients(policy_of(name, None), TOKENS))(TOKENS)
+    assert low_sums(jaxpr, len(TOKENS))
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("name", ["bf16", "bf16-mixed"])
-def test_an_ensemble(name):
+def test_an_ensemble():
     """Layers of inputs with three axes: XLA for CPU has no product of bfloat16 for their gradients."""
-    policy = policy_of(name, reduce_dtype="float32")
-    x = X.reshape(11, 8, WIDTH)
-    members = jax.tree.map(lambda p: jnp.stack([jnp.asarray(p), -jnp.asarray(p)]), policy.cast_to_param(PARAMS))
-    run = jax.vmap(gradient(dense, policy), (0, None))
-    assert low_sums(jax.make_jaxpr(run)(members, x), len(x)) == []
-    found = jax.jit(run)(members, x)[1]
-    alone = jax.jit(gradient(dense, policy))(jax.tree.map(lambda p: p[1], members), x)[1]
-    for g, h in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
-        np.testing.assert_allclose(g[1], h, atol=2**-7 * (np.abs(h).max() + 2**-30))
+    policy = policy_of("bf16")
+    members = jax.tree.map(lambda p: np.stack([p, -p]), jax.device_get(params_of(policy)))
+    traced = jax.jit(jax.vmap(gradient(dense, policy), (0, None))).trace(members, X.reshape(11, 8, WIDTH))
+    assert low_sums(traced.jaxpr, 11) == []
+    grads = traced.lower().compile()(members, X.reshape(11, 8, WIDTH))[1]
+    assert_near(jax.tree.map(lambda g: g[0], grads), dense_gradients("bf16"), 2**-7)
 
 
 def test_a_step_can_be_differentiated():
     """Forward over reverse, and reverse over reverse."""
     policy = policy_of("bf16-mixed")
-    p = jax.tree.map(jnp.asarray, PARAMS)
-    compute = gradient(dense, policy)
-    total = lambda x: sum(jnp.sum(g) for g in jax.tree.leaves(compute(p, x)[1]))  # noqa: E731
-    x, t = jnp.asarray(X), jnp.ones_like(X)
-    forward = jax.jit(lambda x: jax.jvp(total, (x,), (t,))[1])(x)
-    reverse = jax.jit(lambda x: jnp.vdot(jax.grad(total)(x), t))(x)
+    compute, x, t = gradient(dense, policy), X, np.ones_like(X)
+    total = lambda x: sum(jnp.sum(g) for g in jax.tree.leaves(compute(PARAMS, x)[1]))  # noqa: E731
+    both = jax.jit(lambda x: (jax.jvp(total, (x,), (t,))[1], jnp.vdot(jax.grad(total)(x), t)))
+    forward, reverse = both(x)
     np.testing.assert_allclose(forward, reverse, rtol=2**-4)
 
 
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("name", ["bf16", "bf16-mixed"])
-@pytest.mark.parametrize("model", [dense, jitted], ids=lambda model: model.__name__)
-@pytest.mark.parametrize("outer", [jnp.bfloat16, jnp.float16])
+@pytest.mark.thorough(1)
+@pytest.mark.parametrize(
+    ("model", "name", "outer"),
+    [(dense, "bf16", jnp.float16), (jitted, "bf16-mixed", jnp.float16), (jitted, "bf16", jnp.bfloat16)],
+    ids=lambda x: getattr(x, "__name__", x),
+)
 def test_inside_an_autocast_function(model, name, outer):
-    policy = policy_of(name, reduce_dtype="float32")
-    p = jax.tree.map(jnp.asarray, policy.cast_to_param(PARAMS))
-    compute = gradient(model, policy)
-    inside = jaxmp.autocast(lambda p, x: compute(p, x), outer)
-    traced = jax.make_jaxpr(inside)(p, X)
-    assert low_sums(traced, ROWS) == []
-    assert jnp.float16 not in {d for eqn in jaxprs.equations(traced) for d in jaxprs.dtypes_of(eqn.outvars)}
-    (loss, grads), (alone, expected) = jax.jit(inside)(p, X), jax.jit(compute)(p, X)
+    policy = policy_of(name)
+    p, compute = params_of(policy), gradient(model, policy)
+    traced = jax.jit(jaxmp.autocast(lambda p, x: compute(p, x), outer)).trace(p, X)
+    assert low_sums(traced.jaxpr, ROWS) == []
+    assert jnp.float16 not in {d for eqn in jaxprs.equations(traced.jaxpr) for d in jaxprs.dtypes_of(eqn.outvars)}
+    (loss, grads), (alone, expected) = traced.lower().compile()(p, X), jax.jit(compute)(p, X)
     assert abs(loss - alone) <= 2**-8 * abs(alone)
-    for g, h in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
-        assert g.dtype == jnp.float32
-        np.testing.assert_allclose(g, h, atol=2**-7 * (np.abs(h).max() + 2**-30))
+    assert_near(grads, expected, 2**-7)
 
 
 def test_masters_move_by_the_unrounded_gradient():
-    policy = policy_of("bf16", reduce_dtype="float32")
+    policy, params32 = policy_of("bf16"), {"w": PARAMS["w"]}
     tx = jaxmp.mixed_precision(optax.sgd(1.0), policy)
-    opt_state, p = tx.init(PARAMS), policy.cast_to_param(PARAMS)
-    _, grads = jax.jit(jaxmp.value_and_grad(loss_of(dense), policy=policy))(p, X, opt_state=opt_state)
-    _, opt_state = jax.jit(functools.partial(jaxmp.apply_gradients, tx))(grads, opt_state, p)
-    master = jaxmp.get_master_params(opt_state, p)["w"]
-    assert_exact(master, jnp.asarray(PARAMS["w"]) - grads["w"])
+
+    @jax.jit
+    def step(p, opt_state):
+        _, grads = jaxmp.value_and_grad(lambda p: jnp.mean((X @ p["w"]) ** 2), policy=policy)(p, opt_state=opt_state)
+        return grads, *jaxmp.apply_gradients(tx, grads, opt_state, p)
+
+    grads, p, opt_state = step(policy.cast_to_param(params32), tx.init(params32))
+    assert is_not_rounded(grads["w"], policy)
+    assert_exact(jaxmp.get_master_params(opt_state, p)["w"], PARAMS["w"] - np.asarray(grads["w"]))
 
 
 def test_what_a_policy_says():
     assert jaxmp.get_policy("bf16-mixed").reduce_dtype == jaxmp.get_policy("16-mixed").reduce_dtype == jnp.float32
     assert {jaxmp.get_policy(name).reduce_dtype for name in ("fp32", "tf32", "fp16", "bf16", "fp8")} == {None}
-    said = jaxmp.get_policy("bf16", reduce_dtype=jnp.float32)
-    assert said == jaxmp.get_policy("bf16", reduce_dtype="float32") != jaxmp.get_policy("bf16")
-    assert jaxmp.get_policy(said).reduce_dtype == jnp.float32
-    assert jaxmp.get_policy(said, reduce_dtype=None) == jaxmp.get_policy("bf16")
-    assert str(said) == "params=bfloat16,compute=bfloat16,output=float32 reduce_dtype='float32'"
+    policy = jaxmp.get_policy("bf16", reduce_dtype=jnp.float32)
+    assert policy == jaxmp.get_policy("bf16", reduce_dtype="float32") != jaxmp.get_policy("bf16")
+    assert jaxmp.get_policy(policy).reduce_dtype == jnp.float32
+    assert jaxmp.get_policy(policy, reduce_dtype=None) == jaxmp.get_policy("bf16")
+    assert str(policy) == "params=bfloat16,compute=bfloat16,output=float32 reduce_dtype='float32'"
     off = jaxmp.get_policy("bf16-mixed", reduce_dtype=None)
     assert str(off) == "params=float32,compute=bfloat16,output=float32 reduce_dtype=None"
     assert jaxmp.get_policy("fp32", reduce_dtype="float32").reduce_dtype == jnp.float32
 
 
 @pytest.mark.parametrize(
-    "name, given, message",
+    "name, dtype, message",
     [
         ("bf16", "bfloat16", "reduce_dtype must be float32 or None; got 'bfloat16'"),
-        ("bf16", jnp.float64, "reduce_dtype must be float32"),
         ("fp8", "float32", "with a recipe must have no reduce_dtype; got 'float32' with DelayedScaling"),
         (
             "params=float16,compute=float32,output=float32",
@@ -506,6 +468,6 @@ def test_what_a_policy_says():
         ),
     ],
 )
-def test_what_a_policy_refuses(name, given, message):
+def test_what_a_policy_refuses(name, dtype, message):
     with pytest.raises(ValueError, match=message):
-        jaxmp.get_policy(name, reduce_dtype=given)
+        jaxmp.get_policy(name, reduce_dtype=dtype)

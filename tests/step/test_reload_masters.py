@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_exact, assert_moved
+from policy_steps import filled
 
 F32 = np.float32
 RNG = np.random.default_rng(5)
@@ -44,16 +45,13 @@ def masters(state):
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize("traced", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_train_state_trains_on_from_replaced_params(kind, traced):
+def test_a_train_state_trains_on_from_replaced_params(kind):
+    """Eager, or under jit."""
     state, policy = start(kind)
     loaded = policy.cast_to_param(OTHER)
-
-    def replaced(state):
-        return state.reload(loaded)
-
-    new = (jax.jit(replaced) if traced else replaced)(state)
+    reload = lambda state: state.reload(loaded)  # noqa: E731
+    new = (jax.jit(reload) if kind in ("fp16", "split8") else reload)(state)
     assert_exact(masters(new), jax.tree.map(lambda x: np.asarray(x).astype(F32), loaded))
     # a step of 0.25 * 1.0 from the loaded weights
     expected = jax.tree.map(lambda x: np.asarray(x).astype(F32) - F32(0.25), loaded)
@@ -100,22 +98,23 @@ def test_weights_that_are_clipped_between_steps_still_move_by_less_than_their_ro
     assert np.max(np.abs(np.asarray(state.params["a"], F32))) <= 1
 
 
-def test_loaded_float32_params_are_cast_and_their_masters_keep_the_full_precision():
-    for kind in ("fp16", "bf16"):
-        state, policy = start(kind)
-        loaded = state.reload(OTHER)
-        assert_exact(loaded.params, policy.cast_to_param(OTHER))
-        assert_moved(masters(loaded), OTHER)
-        stepped(loaded, 1.0)
+@pytest.mark.parametrize("kind", ["fp16", "bf16", "without a policy"])
+def test_loaded_float32_params_are_cast_and_their_masters_keep_the_full_precision(kind):
+    """Without a policy, to the dtypes of the params that the state has."""
+    state, policy = start("bf16" if kind == "without a policy" else kind)
+    state = state.replace(policy=None) if kind == "without a policy" else state
+    loaded = state.reload(OTHER)
+    assert_exact(loaded.params, policy.cast_to_param(OTHER))
+    assert_moved(masters(loaded), OTHER)
 
 
 def test_replace_is_that_of_flax_and_warns_of_params_without_their_masters():
     state, policy = start("bf16")
     loaded = policy.cast_to_param(OTHER)
-    for given in (loaded, OTHER):
+    for params in (loaded, OTHER):
         with pytest.warns(UserWarning, match=r"got params alone.*state\.reload\(params\).*#params-without-masters"):
-            alone = state.replace(params=given)
-        assert alone.params is given and alone.opt_state is state.opt_state
+            alone = state.replace(params=params)
+        assert alone.params is params and alone.opt_state is state.opt_state
     mesh = jax.make_mesh((1,), ("x",))
     shapes = jax.eval_shape(lambda: start("bf16")[0])
     float32 = State.create(apply_fn=None, params=START, tx=optax.sgd(0.1), policy="fp32")
@@ -132,7 +131,7 @@ def test_replace_is_that_of_flax_and_warns_of_params_without_their_masters():
 
 @pytest.mark.parametrize("policy", ["16-mixed", "bf16"])
 @pytest.mark.parametrize(
-    ("junk", "said"),
+    ("junk", "message"),
     {
         "None": (None, "a is missing"),
         "a part": ({"a": OTHER["a"]}, "norm is missing. There are a"),
@@ -144,33 +143,23 @@ def test_replace_is_that_of_flax_and_warns_of_params_without_their_masters():
     }.values(),
     ids=["None", "a part", "more", "another shape", "a number", "int32", "float64"],
 )
-def test_what_is_no_such_params_is_refused(policy, junk, said):
+def test_what_is_no_such_params_is_refused(policy, junk, message):
     tx = jaxmp.mixed_precision(optax.sgd(0.1), policy)
     state = State.create(apply_fn=None, params=START, tx=tx, policy=policy)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         state.reload(junk)
-    if policy == "bf16" or "at" not in said:  # masters alone know shapes and dtypes
-        with pytest.raises(ValueError, match=said):
+    if policy == "bf16" or "at" not in message:  # masters alone know shapes and dtypes
+        with pytest.raises(ValueError, match=message):
             jaxmp.reload_master_params(state.opt_state, junk)
 
 
-def test_a_state_without_a_policy_keeps_the_dtypes_of_its_params():
-    policy = jaxmp.get_policy("bf16")
-    tx = jaxmp.mixed_precision(optax.sgd(0.25), policy)
-    state = State.create(apply_fn=None, params=policy.cast_to_param(START), tx=tx)
-    loaded = state.reload(OTHER)
-    assert_exact(loaded.params, policy.cast_to_param(OTHER))
-    assert_moved(masters(loaded), OTHER)
-
-
 def test_weights_without_fp8_scales_get_those_of_the_state():
-    with jaxmp.autocast("fp8"):
-        model = nn.Sequential([nn.Dense(16), nn.Dense(16), nn.Dense(16)])
-        params = jax.jit(model.init)(jax.random.key(0), jnp.ones((16, 16)))["params"]
+    model = nn.Sequential([nn.Dense(16), nn.Dense(16), nn.Dense(16)])
+    params = filled(jaxmp.autocast(model.init, "fp8"), jax.random.key(0), jnp.ones((16, 16)))["params"]
     state = jaxmp.linen.TrainState.create(
         apply_fn=model.apply, params=params, tx=jaxmp.mixed_precision(optax.sgd(0.1), "fp8"), policy="fp8"
     )
-    plain = jax.tree.map(jnp.zeros_like, jax.jit(model.init)(jax.random.key(0), jnp.ones((16, 16)))["params"])
+    plain = jax.tree.map(jnp.zeros_like, filled(model.init, jax.random.key(0), jnp.ones((16, 16)))["params"])
     for refused in (lambda: state.reload(plain), lambda: jaxmp.reload_master_params(state.opt_state, plain)):
         with pytest.raises(ValueError, match=r"log2_scale is missing.*jaxmp\.fp8\.with_scales"):
             refused()
@@ -193,8 +182,8 @@ def test_params_and_masters_stay_where_they_are():
     params = jax.tree.map(lambda x: jax.device_put(x, cut if x.ndim == 2 else whole), params)
     sharded = state.replace(params=params, opt_state=placed)
     on_one = jax.device_put(policy.cast_to_param(OTHER), jax.devices()[1])
-    for given in (OTHER, policy.cast_to_param(OTHER), on_one, loaded):  # NumPy's; no place; one device; whole on each
-        new = sharded.reload(given).params
+    for params in (OTHER, policy.cast_to_param(OTHER), on_one, loaded):  # NumPy's; no place; one device; whole on each
+        new = sharded.reload(params).params
         assert {k: x.sharding for k, x in new.items()} == {"a": cut, "norm": whole}
         assert_exact(new, policy.cast_to_param(OTHER))
 
@@ -202,15 +191,12 @@ def test_params_and_masters_stay_where_they_are():
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "flax"])
 def test_an_nnx_optimizer_reloads_its_masters(ours):
-    def made(seed):
-        return nnx.Linear(3, 4, rngs=nnx.Rngs(seed))
-
-    model, policy = made(0), jaxmp.get_policy("bf16")
+    model, other = (nnx.Linear(3, 4, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+    policy = jaxmp.get_policy("bf16")
     tx = jaxmp.mixed_precision(optax.sgd(0.25), policy)
     optimizer: Any = (jaxmp.nnx.Optimizer if ours else nnx.Optimizer)(model, tx, wrt=nnx.Param)
     jaxmp.nnx.cast_to_param(model, policy)
-    loaded = nnx.state(made(1), nnx.Param)  # float32
-    nnx.update(model, loaded)
+    nnx.update(model, nnx.state(other, nnx.Param))  # float32
     if ours:
         optimizer.reload_master_params(model)
     else:
@@ -222,35 +208,30 @@ def test_an_nnx_optimizer_reloads_its_masters(ours):
         optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
 
     step(model, optimizer)
-    expected = np.asarray(loaded["kernel"][...]) - F32(0.25)
-    assert_exact(model.kernel[...], jnp.asarray(expected).astype(jnp.bfloat16))
-    state = nnx.as_pure(optimizer.opt_state)
-    assert_exact(optax.tree.get(state, "master_params")["kernel"], expected)
+    expected = np.asarray(other.kernel[...]) - F32(0.25)
+    assert_exact(model.kernel[...], expected.astype(jnp.bfloat16))
+    assert_exact(optax.tree.get(nnx.as_pure(optimizer.opt_state), "master_params")["kernel"], expected)
 
 
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize("bits", [None, 16])
 def test_a_layer_named_value_has_params_of_its_own(bits):
     """Its path without "value" is that of another layer, whose params it got."""
-    zeros = {"w": jnp.zeros(2), "value": {"w": jnp.zeros(2)}}
-    new = {"w": jnp.array([1.0, 2.0]), "value": {"w": jnp.array([16.0, 32.0])}}
-    tx = jaxmp.mixed_precision(optax.adam(0.1), "bf16", remainder_bits=bits)
+    zeros = {"w": np.zeros(2, F32), "value": {"w": np.zeros(2, F32)}}
+    new = {"w": F32([1.0, 2.0]), "value": {"w": F32([16.0, 32.0])}}
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "bf16", remainder_bits=bits)
     state = jaxmp.linen.TrainState.create(apply_fn=None, params=zeros, tx=tx, policy="bf16")
-    made = state.reload(new)
-    assert_exact(jaxmp.get_master_params(made.opt_state, made.params), new)
+    assert_exact(masters(state.reload(new)), new)
     cast = jaxmp.get_policy("bf16").cast_to_param(new)
     assert_exact(jaxmp.get_master_params(jaxmp.reload_master_params(state.opt_state, cast), cast), new)
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
-def test_params_of_another_dtype_are_the_masters(dtype, traced):
+def test_params_of_another_dtype_are_the_masters(traced):
     """1.0026 rounds to 1.0 in bfloat16: only a param in bfloat16 that stayed 1.0 may keep this master."""
     tx = jaxmp.mixed_precision(optax.sgd(0.5), "bf16")
-    start = {"w": jnp.float32([1.0026, 2.0])}
-    state = jaxmp.linen.TrainState.create(apply_fn=None, params=start, tx=tx, policy="bf16")
+    state = jaxmp.linen.TrainState.create(apply_fn=None, params={"w": F32([1.0026, 2.0])}, tx=tx, policy="bf16")
     reload = lambda state, new: state.reload(new)  # noqa: E731
-    new = (jax.jit(reload) if traced else reload)(state, {"w": jnp.array([1.0, 3.0], dtype)})
-    kept = 1.0026 if dtype == jnp.bfloat16 else 1.0
-    assert_exact(masters(new), {"w": F32([kept, 3.0])})
-    assert_exact(new.params, {"w": jnp.array([1.0, 3.0], jnp.bfloat16)})
+    for dtype, master in ((jnp.bfloat16, 1.0026), (jnp.float16, 1.0), (jnp.float32, 1.0)):
+        new = (jax.jit(reload) if traced else reload)(state, {"w": np.array([1.0, 3.0], dtype)})
+        assert_exact(masters(new), {"w": F32([master, 3.0])})
+        assert_exact(new.params, {"w": np.array([1.0, 3.0], jnp.bfloat16)})

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxmp
-from helpers import assert_close, assert_exact, assert_moved, assert_same_program
+from helpers import assert_close, assert_exact, assert_moved
 from jaxmp._src.step import scale_reads
 from regimes import guarded
 
@@ -33,7 +33,7 @@ def head_loss(trunk, head, x, blow_up):
     return jnp.mean(outputs.astype(jnp.float32) ** 2) + blow_up * jnp.sum(head.astype(jnp.float32))
 
 
-def step(params, states, scale_state, x, blow_up_a, blow_up_b, mean=lambda tree: tree):
+def step(params, states, scale_state, x, blow_up_a, blow_up_b):
     """One step: both losses are scaled by one scale; three optimizers; the scale moves once, at the end."""
 
     def loss_a(trunk, head):
@@ -45,7 +45,7 @@ def step(params, states, scale_state, x, blow_up_a, blow_up_b, mean=lambda tree:
     differentiate = functools.partial(jaxmp.value_and_grad, argnums=(0, 1))
     loss, (trunk_a, head_a) = differentiate(loss_a)(params["trunk"], params["head_a"], opt_state=scale_state)
     other, (trunk_b, head_b) = differentiate(loss_b)(params["trunk"], params["head_b"], opt_state=scale_state)
-    grads = mean({"trunk": trunk_a.astype(jnp.float32) + trunk_b, "head_a": head_a, "head_b": head_b})
+    grads = {"trunk": trunk_a.astype(jnp.float32) + trunk_b, "head_a": head_a, "head_b": head_b}
     params, states = dict(params), dict(states)
     for part in PARTS:
         params[part], states[part], scale_state = SHARED.apply_gradients(
@@ -59,7 +59,7 @@ def start():
     return POLICY.cast_to_param(params32), {part: TX.init(params32[part]) for part in PARTS}, SHARED.init()
 
 
-X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2)), jnp.float16)
+X = np.random.default_rng(0).standard_normal((4, 2)).astype(np.float16)
 CLEAN, OVERFLOW = jnp.float32(0.0), jnp.float32(1e30)
 
 
@@ -104,43 +104,23 @@ def test_each_optimizer_skips_on_its_own_flag_and_the_scale_moves_once(jitted, o
 
 def test_the_trunk_gets_both_losses_unscaled_by_the_shared_scale():
     """What the trunk's optimizer sees is the float32 gradient of the sum of both losses."""
-    seen = {}
-    probe = optax.stateless(lambda updates, _: seen.update(g=updates) or updates)
+    trunk32, heads = PARAMS32["trunk"], (PARAMS32["head_a"], PARAMS32["head_b"])
+    probe = optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, updates))
     tx = jaxmp.mixed_precision(probe, POLICY, loss_scale=1.0)
-    trunk32, head32 = jnp.asarray(PARAMS32["trunk"]), {k: jnp.asarray(PARAMS32[k]) for k in ("head_a", "head_b")}
 
     def losses(trunk):
-        x, heads = X.astype(trunk.dtype), [head.astype(trunk.dtype) for head in head32.values()]
-        return sum(head_loss(trunk, head, x, CLEAN) for head in heads)
+        x = X.astype(trunk.dtype)
+        return sum(head_loss(trunk, head.astype(trunk.dtype), x, CLEAN) for head in heads)
 
-    scale_state = SHARED.init()
-    loss, grads = jaxmp.value_and_grad(losses)(POLICY.cast_to_param(trunk32), opt_state=scale_state)
-    SHARED.apply_gradients(tx, grads, tx.init(trunk32), POLICY.cast_to_param(trunk32), scale_state)
-    expected_loss, expected = jax.value_and_grad(losses)(trunk32)
-    assert_close(seen["g"], expected, rtol=5e-3)
+    @jax.jit
+    def step(trunk, state, scale_state):
+        loss, grads = jaxmp.value_and_grad(losses)(trunk, opt_state=scale_state)
+        return loss, SHARED.apply_gradients(tx, grads, state, trunk, scale_state)[1].optimizer_state
+
+    loss, seen = step(POLICY.cast_to_param(trunk32), tx.init(trunk32), SHARED.init())
+    expected_loss, expected = jax.jit(jax.value_and_grad(losses))(trunk32)
+    assert_close(seen, expected, rtol=5e-3)
     assert_close(loss, expected_loss, rtol=2e-3)
-
-
-@pytest.mark.thorough(0)
-def test_under_pmap_all_devices_agree():
-    """Head b overflows on the second device only: it stands still on both, and the one scale falls on both."""
-    devices = jax.devices()[:2]
-    mean = functools.partial(jax.lax.pmean, axis_name="data")
-    parallel = jax.pmap(
-        functools.partial(step, mean=lambda tree: jax.tree.map(lambda g: mean(g.astype(jnp.float32)), tree)),
-        axis_name="data",
-        devices=devices,
-        in_axes=(None, None, None, 0, None, 0),
-        out_axes=0,
-    )
-    params, states, scale_state = start()
-    x = X.reshape(2, 2, 2)
-    new, new_states, new_scale, _ = parallel(params, states, scale_state, x, CLEAN, jnp.stack([CLEAN, OVERFLOW]))
-    first, second = (jax.tree.map(lambda leaf, i=i: leaf[i], (new, new_states, new_scale)) for i in range(2))
-    assert_same_program(first, second)
-    assert skips(first[1]) == {"trunk": 0, "head_a": 0, "head_b": 1}
-    assert_moved(first[0]["head_b"], params["head_b"])
-    assert_close(jaxmp.get_loss_scale(first[2]), 32.0)
 
 
 def test_without_a_mean_each_flag_is_still_common():
@@ -163,18 +143,22 @@ def test_without_a_mean_each_flag_is_still_common():
 def test_the_scale_follows_the_rule_of_its_loss_scale():
     """Hysteresis 2 and an interval of 3, over a sequence; by torch's rule a good step is one where all are good."""
     shared = jaxmp.shared_loss_scale(jaxmp.DynamicLossScale(8.0, growth_interval=3, hysteresis=2))
+
+    @jax.jit
+    def step(params, states, grads, scale_state):
+        for i in range(2):
+            params[i], states[i], scale_state = shared.apply_gradients(TX, grads[i], states[i], params[i], scale_state)
+        return params, states, shared.update(scale_state)
+
+    good, bad = np.ones(1, np.float16), np.full(1, np.nan, np.float16)
+    params, states = [good, good], [TX.init(np.ones(1, np.float32)) for _ in range(2)]
     scale_state, scales = shared.init(), []
-    a = b = jnp.ones(1, jnp.float16)
-    state_a, state_b = TX.init(a), TX.init(b)
-    good, bad = jnp.ones(1, jnp.float16), jnp.full(1, jnp.nan, jnp.float16)
-    for grads_a, grads_b in [(good, good), (good, bad), (bad, bad), (good, good), (good, good), (good, good)]:
-        a, state_a, scale_state = shared.apply_gradients(TX, grads_a, state_a, a, scale_state)
-        b, state_b, scale_state = shared.apply_gradients(TX, grads_b, state_b, b, scale_state)
-        scale_state = shared.update(scale_state)
+    for grads in [good, good], [good, bad], [bad, bad], [good, good], [good, good], [good, good]:
+        params, states, scale_state = step(params, states, grads, scale_state)
         scales.append(float(jaxmp.get_loss_scale(scale_state)))
     assert scales == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0]
-    assert (int(state_a.skipped_steps), int(state_b.skipped_steps)) == (1, 2)
-    assert (int(optax.tree.get(state_a, "count")), int(optax.tree.get(state_b, "count"))) == (5, 4)
+    assert [int(state.skipped_steps) for state in states] == [1, 2]
+    assert [int(optax.tree.get(state, "count")) for state in states] == [5, 4]
 
 
 def test_state_is_plain_stable_and_donatable():

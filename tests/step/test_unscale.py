@@ -1,6 +1,8 @@
 """Unscale and skip: what a skipped step leaves alone, who decides, and what is handed on and counted."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +14,11 @@ from optax import contrib
 
 import jaxmp
 import regimes
-from helpers import assert_close, assert_exact, assert_moved, assert_within_ulps
+from helpers import assert_close, assert_exact, assert_moved
 from platforms import ways_of
 
 BAD = [jnp.inf, -jnp.inf, jnp.nan]
-bad_values = pytest.mark.parametrize("bad", BAD, ids=["inf", "-inf", "nan"])
+STANDS = {"a": np.full(3, -0.0, np.float32), "b": np.full(1, -0.0, np.float32)}  # the updates of a skipped step
 
 
 def params():
@@ -37,21 +39,20 @@ def run(tx, state, sequence, **extra):
     return out
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # the skip
 
 
-@pytest.mark.thorough(2)
-@bad_values
 @pytest.mark.parametrize(
-    "loss_scale", [None, 8.0, jaxmp.DynamicLossScale(8.0)], ids=["no_scale", "static_scale", "dynamic_scale"]
+    ("bad", "loss_scale"),
+    [(jnp.inf, None), (-jnp.inf, 8.0), (jnp.nan, jaxmp.DynamicLossScale(8.0))],
+    ids=["inf, no scale", "-inf, static scale", "nan, dynamic scale"],
 )
 def test_a_skip_changes_nothing_but_the_scale_and_counters(bad, loss_scale):
-    """With no scale, a fixed one and a dynamic one: updates are -0.0, and params keep the sign of -0.0."""
+    """Updates are -0.0, and params keep the sign of -0.0."""
     tx = jaxmp.unscale_and_skip(optax.adam(0.1), loss_scale)
     ((_, state),) = run(tx, tx.init(params()), [grads()])
     ((updates, after),) = run(tx, state, [grads(bad=bad)])
-    assert_exact(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params()))
+    assert_exact(updates, STANDS)
     assert_moved(optax.apply_updates(params(), updates), params())
     assert_moved(regimes.guarded(after), regimes.guarded(state))
     assert bool(after.skipped) and int(after.skipped_steps) == 1
@@ -80,6 +81,7 @@ def test_the_scale_that_scaled_unscales_and_then_moves():
 
 
 def test_counters():
+    """They stop at their end."""
     tx = jaxmp.unscale_and_skip(optax.sgd(1.0))
     good, bad = grads(), grads(bad=jnp.nan)
     states = [state for _, state in run(tx, tx.init(params()), [good, bad, bad, good, bad])]
@@ -88,13 +90,8 @@ def test_counters():
     assert [int(s.consecutive_skips) for s in states] == [0, 1, 2, 0, 1]
     last = states[-1]
     assert (last.skipped.dtype, last.skipped_steps.dtype, last.consecutive_skips.dtype) == (bool, jnp.int32, jnp.int32)
-
-
-def test_a_count_at_its_end_does_not_wrap():
-    tx = jaxmp.unscale_and_skip(optax.sgd(1.0))
     largest = jnp.int32(2**31 - 1)
-    state = tx.init(params())._replace(skipped_steps=largest, consecutive_skips=largest)
-    ((_, state),) = run(tx, state, [grads(bad=jnp.nan)])
+    ((_, state),) = run(tx, last._replace(skipped_steps=largest, consecutive_skips=largest), [bad])
     assert int(state.skipped_steps) == int(state.consecutive_skips) == 2**31 - 1
 
 
@@ -106,26 +103,17 @@ def test_pinned_overflows_count_overflows_at_the_floor():
     assert [int(s.pinned_overflows) for s in states] == [0, 1, 2, 0, 1]
 
 
-@bad_values
-def test_skip_nonfinite_false_takes_the_step(bad):
-    """Nothing is looked at: the step counts, and what is not finite enters the update and the state."""
-    tx = jaxmp.unscale_and_skip(optax.adam(0.1), skip_nonfinite=False)
-    ((updates, state),) = run(tx, tx.init(params()), [grads(bad=bad)])
-    assert not bool(state.skipped) and int(optax.tree.get(state, "count")) == 1
-    assert_close(updates["a"], jnp.full(3, -0.1), rtol=1e-5)
-    assert not np.isfinite(updates["b"]).any()
-    assert not np.isfinite(optax.tree.get(state, "nu")["b"]).any()
-
-
-def test_skip_nonfinite_false_with_a_static_scale_unscales():
-    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), 4.0, skip_nonfinite=False)
-    ((updates, state),) = run(tx, tx.init(params()), [grads(8.0, bad=jnp.nan)])
+@pytest.mark.parametrize("loss_scale", [None, 4.0], ids=["no_scale", "static_scale"])
+def test_skip_nonfinite_false_takes_the_step(loss_scale):
+    """It still unscales, and what is not finite enters the update and the state."""
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0, momentum=0.5), loss_scale, skip_nonfinite=False)
+    ((updates, state),) = run(tx, tx.init(params()), [grads(2.0 * (loss_scale or 1.0), bad=jnp.nan)])
     assert not bool(state.skipped)
     assert_exact(updates["a"], jnp.full(3, -2.0))
+    assert np.isnan(updates["b"]).all() and np.isnan(optax.tree.get(state, "trace")["b"]).all()
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("loss_scale", [None, 4.0], ids=["no_scale", "static_scale"])
+@pytest.mark.parametrize(("loss_scale", "sign"), [(None, 1), (4.0, -1)], ids=["no_scale", "static_scale, negative"])
 def test_a_gradient_of_2_to_the_48_skips(loss_scale, sign):
     """Once it is unscaled. Below, its square is finite, and no inf enters the state."""
     tx, scale = jaxmp.unscale_and_skip(optax.adam(0.1), loss_scale), loss_scale or 1.0
@@ -140,17 +128,8 @@ def test_a_gradient_of_2_to_the_48_skips(loss_scale, sign):
     assert_moved(regimes.guarded(after), regimes.guarded(state))
 
 
-def test_state_that_starts_at_infinity_may_leave_it():
-    """`reduce_on_plateau` starts its best value at inf."""
-    tx = jaxmp.unscale_and_skip(optax.chain(optax.sgd(1.0), contrib.reduce_on_plateau()))
-    state = tx.init(params())
-    assert np.isinf(optax.tree.get(state, "best_value"))
-    ((_, state),) = run(tx, state, [grads()], value=3.0)
-    assert_close(optax.tree.get(state, "best_value"), 3.0)
-
-
 def test_reduce_on_plateau_does_not_see_the_loss_of_a_skipped_step():
-    """A NaN loss on a skipped step neither reaches the average nor counts towards the plateau."""
+    """A NaN loss neither reaches the average nor counts. Its best value starts at inf, which is no reason to skip."""
     tx = jaxmp.mixed_precision(optax.chain(optax.sgd(1.0), contrib.reduce_on_plateau(patience=1, cooldown=0)), "fp16")
     params16 = jaxmp.get_policy("fp16").cast_to_param(params())
     state, update = tx.init(params()), jax.jit(tx.update)
@@ -166,7 +145,6 @@ def test_reduce_on_plateau_does_not_see_the_loss_of_a_skipped_step():
     assert float(optax.tree.get(plateau, "scale")) == 1.0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # a reason of one's own
 
 
@@ -183,36 +161,40 @@ def test_skip_if_skips_without_lowering_the_scale():
     ((_, state),) = run(tx, tx.init(params()), [grads(4.0)])
     ((updates, after),) = run(tx, state, [grads(4000.0)])
     assert bool(after.skipped) and int(after.consecutive_skips) == 1
-    assert_exact(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params()))
+    assert_exact(updates, STANDS)
     assert_moved(regimes.guarded(after), regimes.guarded(state))
     assert float(jaxmp.get_loss_scale(after)) == 8.0  # the second good step in a row
     ((_, after),) = run(tx, after, [grads(bad=jnp.inf)])
     assert float(jaxmp.get_loss_scale(after)) == 4.0
 
 
-def test_skip_if_sees_unscaled_gradients_and_the_metrics_before_the_step():
-    seen = {}
+def test_skip_if_sees_unscaled_gradients_the_metrics_before_the_step_and_the_loss():
+    seen = []
 
     def skip_if(unscaled, metrics):
-        seen.update(unscaled=unscaled, metrics=metrics)
-        return False  # a Python bool will do
+        seen.append((unscaled, metrics))
+        return metrics["loss"] > 10 if "loss" in metrics else False  # a Python bool will do
 
     tx = jaxmp.unscale_and_skip(optax.chain(jaxmp.clip_by_global_norm(1.0), optax.sgd(1.0)), 4.0, skip_if=skip_if)
-    ((_, state),) = run(tx, tx.init(params()), [grads(8.0)])
-    assert_exact(seen["unscaled"], grads(2.0))
-    assert_close(seen["metrics"]["grad_norm"], 0.0)
-    ((_, state),) = run(tx, state, [grads(12.0)])
-    assert_close(seen["metrics"]["grad_norm"], 4.0)  # of the step before: two, four times squared
+    (_, (_, state)) = run(tx, tx.init(params()), [grads(8.0), grads(12.0)])
     assert not bool(state.skipped)
+    (first, before), (second, between) = seen
+    assert_exact((first, second), (grads(2.0), grads(3.0)))
+    assert_close((before["grad_norm"], between["grad_norm"]), (0.0, 4.0))  # of the step before: two, four times squared
+    skipped = [tx.update(grads(), state, params(), value=x)[1].skipped for x in (10.0, 11.0)]
+    assert_exact(skipped, [np.bool_(False), np.bool_(True)])
+    assert [set(metrics) - METRICS for _, metrics in seen] == [set(), set(), {"loss"}, {"loss"}]
 
 
-@pytest.mark.thorough(4)
-@pytest.mark.parametrize("jitted", [True, False])
-@pytest.mark.parametrize("loss", [*BAD, 3.0], ids=["inf", "-inf", "nan", "finite"])
-def test_a_loss_that_is_not_finite_skips_without_lowering_the_scale(loss, jitted):
+@functools.cache
+def adam_with_a_scale():
     tx = jaxmp.unscale_and_skip(optax.adam(0.1), jaxmp.DynamicLossScale(8.0, hysteresis=1))
-    update = jax.jit(tx.update) if jitted else tx.update
-    state = tx.init(params())
+    return tx.init(params()), jax.jit(tx.update)
+
+
+@pytest.mark.parametrize("loss", [*BAD, 3.0], ids=["inf", "-inf", "nan", "finite"])
+def test_a_loss_that_is_not_finite_skips_without_lowering_the_scale(loss):
+    state, update = adam_with_a_scale()
     _, after = update(grads(), state, params(), value=jnp.float32(loss))
     assert bool(after.skipped) == (not np.isfinite(loss))
     assert_close(jaxmp.get_loss_scale(after), 8.0)
@@ -224,51 +206,26 @@ def test_a_loss_that_is_not_finite_skips_without_lowering_the_scale(loss, jitted
     assert_close(jaxmp.get_loss_scale(after), 4.0)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "fused", "update"])
-def test_the_loss_of_one_device_skips_on_all(kind):
-    inner = jaxmp.fused_adamw(0.1) if kind == "fused" else optax.adamw(0.1)
-    tx, own = jaxmp.mixed_precision(inner, "bf16"), P(regimes.AXIS)
+@pytest.mark.parametrize("adamw", [optax.adamw, jaxmp.fused_adamw], ids=["optax", "fused"])
+def test_the_loss_of_one_device_skips_on_all(adamw):
+    tx, own = jaxmp.mixed_precision(adamw(0.1), "bf16"), P(regimes.AXIS)
     tree = {"w": jnp.ones(2, jnp.bfloat16)}
 
     def step(state, loss):
-        if kind == "update":
-            return tx.update(tree, state, tree, value=loss[0])[1].skipped[None]
         return jaxmp.apply_gradients(tx, tree, state, tree, value=loss[0])[1].skipped[None]
 
-    spread = jax.shard_map(step, mesh=regimes.mesh_of(devices=4), in_specs=(P(), own), out_specs=own, check_vma=False)
-    losses = {False: jnp.arange(4.0), True: jnp.array([1.0, 2.0, jnp.inf, 3.0])}
-    for skipped, loss in losses.items():
-        assert_exact(jax.jit(spread)(tx.init(tree), loss), np.full(4, skipped))
+    spread = jax.jit(
+        jax.shard_map(step, mesh=regimes.mesh_of(devices=4), in_specs=(P(), own), out_specs=own, check_vma=False)
+    )
+    assert_exact(spread(tx.init(tree), np.float32([0, 1, 2, 3])), np.full(4, False))
+    assert_exact(spread(tx.init(tree), np.float32([1, 2, np.inf, 3])), np.full(4, True))
 
 
-@pytest.mark.parametrize("told", [{"grads_finite": jnp.bool_(True)}, {}], ids=["told", "off"])
-def test_who_checks_nothing_does_not_check_the_loss(told):
-    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), skip_nonfinite=bool(told))
-    _, after = tx.update(grads(), tx.init(params()), params(), value=jnp.inf, **told)
+@pytest.mark.parametrize("known", [{"grads_finite": jnp.bool_(True)}, {}], ids=["known", "off"])
+def test_who_checks_nothing_does_not_check_the_loss(known):
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), skip_nonfinite=bool(known))
+    _, after = tx.update(grads(), tx.init(params()), params(), value=jnp.inf, **known)
     assert not bool(after.skipped)
-
-
-def test_skip_if_sees_the_loss():
-    seen = []
-
-    def skip_if(unscaled, metrics):
-        seen.append(set(metrics))
-        return metrics["loss"] > 10 if "loss" in metrics else jnp.bool_(False)
-
-    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), 4.0, skip_if=skip_if)
-    skipped = [tx.update(grads(), tx.init(params()), params(), value=x)[1].skipped for x in (10.0, 11.0)]
-    assert_exact(skipped, [np.bool_(False), np.bool_(True)])
-    assert not tx.update(grads(), tx.init(params()), params())[1].skipped
-    assert [names - METRICS for names in seen] == [{"loss"}, {"loss"}, set()]
-
-
-def test_an_optimizer_that_takes_no_value_need_not():
-    def update_fn(updates, state, params=None, *, loss_scale):
-        return jax.tree.map(lambda g: -g * loss_scale, updates), state
-
-    tx = jaxmp.unscale_and_skip(optax.GradientTransformationExtraArgs(lambda _: (), update_fn), 1.0)
-    updates, _ = tx.update(grads(), tx.init(params()), params(), value=1.0)
-    assert_exact(updates, jax.tree.map(lambda g: -g, grads()))
 
 
 def test_skip_if_on_one_device_skips_on_all():
@@ -284,15 +241,16 @@ def test_skip_if_on_one_device_skips_on_all():
     assert np.asarray(state.skipped).tolist() == [False, False]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # overrides and what is handed on
 
 
 def test_loss_scale_override_unscales_with_it_and_leaves_the_own_scale_alone():
-    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), jaxmp.DynamicLossScale(4.0, growth_interval=1, hysteresis=1))
+    inner, seen = probe()
+    tx = jaxmp.unscale_and_skip(inner, jaxmp.DynamicLossScale(4.0, growth_interval=1, hysteresis=1))
     state = tx.init(params())
     ((updates, after),) = run(tx, state, [grads(64.0)], loss_scale=jnp.float32(32.0))
-    assert_exact(updates, grads(-2.0))
+    assert_exact(updates, grads(2.0))
+    assert float(seen[0]["loss_scale"]) == float(seen[0]["next_loss_scale"]) == 32.0
     assert_moved(after.scaling, state.scaling)
     ((_, after),) = run(tx, after, [grads(bad=jnp.inf)], loss_scale=jnp.float32(32.0))
     assert bool(after.skipped)  # it still looks
@@ -304,7 +262,7 @@ def test_grads_finite_override_is_trusted():
     tx = jaxmp.unscale_and_skip(optax.sgd(1.0), jaxmp.DynamicLossScale(4.0, hysteresis=1))
     ((updates, state),) = run(tx, tx.init(params()), [grads(4.0)], grads_finite=jnp.array(False))
     assert bool(state.skipped) and float(jaxmp.get_loss_scale(state)) == 2.0
-    assert_exact(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params()))
+    assert_exact(updates, STANDS)
     ((updates, state),) = run(tx, state, [grads(4.0, bad=jnp.inf)], grads_finite=jnp.array(True))
     assert not bool(state.skipped) and float(jaxmp.get_loss_scale(state)) == 2.0
     assert_exact(updates, {"a": jnp.full(3, -2.0), "b": jnp.array([-jnp.inf])})
@@ -338,38 +296,12 @@ def test_extra_arguments_for_the_inner_transform():
         assert found["value"] == 3.0
 
 
-def test_an_override_of_the_scale_shows_as_both_scales():
-    inner, seen = probe()
-    tx = jaxmp.unscale_and_skip(inner, 4.0)
-    run(tx, tx.init(params()), [grads()], loss_scale=jnp.float32(32.0))
-    assert float(seen[0]["loss_scale"]) == float(seen[0]["next_loss_scale"]) == 32.0
-
-
-def test_a_skip_does_not_run_the_inner_transform():
-    """Neither by overflow nor by `skip_if`, on a CPU; nor its callbacks, in a compiled step."""
-    called = []
-
-    def update(updates, state, params=None):
-        del params
-        jax.debug.callback(lambda: called.append(1))
-        return updates, state
-
-    inner = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    tx = jaxmp.unscale_and_skip(inner, 4.0, skip_if=is_spike)
-    for step in (tx.update, jax.jit(tx.update)):
-        state = tx.init(params())
-        for g, times in ((grads(), 1), (grads(bad=jnp.nan), 1), (grads(4000.0), 1), (grads(), 2)):
-            _, state = step(g, state, params())
-            jax.effects_barrier()
-            assert len(called) == times
-        called.clear()
-
-
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["loss_scale"], meta_fields=[])
+@dataclasses.dataclass
 class HalvingLossScale:
-    """A scaler of a user: halves at each overflow, never grows. Its one leaf is its scale."""
+    """A scaler of a user: halves at each overflow, never grows."""
 
-    def __init__(self, loss_scale):
-        self.loss_scale = jnp.asarray(loss_scale, jnp.float32)
+    loss_scale: Any
 
     def scale(self, tree):
         return jax.tree.map(lambda x: x * self.loss_scale, tree)
@@ -381,19 +313,8 @@ class HalvingLossScale:
         return HalvingLossScale(jnp.where(grads_finite, self.loss_scale, self.loss_scale / 2))
 
 
-jax.tree_util.register_pytree_node(
-    HalvingLossScale, lambda s: ((s.loss_scale,), None), lambda _, leaves: rebuilt(HalvingLossScale, leaves)
-)
-
-
-def rebuilt(cls, leaves):
-    new = object.__new__(cls)
-    (new.loss_scale,) = leaves
-    return new
-
-
 def test_a_scaler_of_the_user():
-    tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=HalvingLossScale(8.0))
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=HalvingLossScale(jnp.float32(8.0)))
     params16 = jaxmp.get_policy("fp16").cast_to_param(params())
     state = tx.init(params())
     step = jax.jit(functools.partial(jaxmp.apply_gradients, tx))
@@ -405,7 +326,6 @@ def test_a_scaler_of_the_user():
     assert bool(jaxmp.get_metrics(state)["skipped"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # looking on from outside
 
 METRICS = set(
@@ -421,13 +341,12 @@ METRICS = set(
         optax.sgd(1.0),
         optax.chain(jaxmp.clip_by_global_norm(1.0), jaxmp.count_zeros(), optax.adam(0.1)),
         jaxmp.unscale_and_skip(optax.sgd(1.0)),
-        jaxmp.unscale_and_skip(optax.sgd(1.0), HalvingLossScale(8.0)),
-        jaxmp.mixed_precision(optax.sgd(1.0), "fp16"),
+        jaxmp.unscale_and_skip(optax.sgd(1.0), HalvingLossScale(jnp.float32(8.0))),
         jaxmp.mixed_precision(optax.sgd(1.0), "bf16", loss_scale=2.0),
         jaxmp.mixed_precision(optax.chain(jaxmp.clip_by_global_norm(1.0), jaxmp.count_zeros(), optax.sgd(1.0)), "fp16"),
         jaxmp.mixed_precision(optax.sgd(1.0), "fp32", before=jaxmp.reduce_gradients()),
     ],
-    ids=["optax", "parts", "no_scale", "own_scale", "fp16", "bf16", "everything", "chain"],
+    ids=["optax", "parts", "no_scale", "own_scale", "bf16", "everything", "before"],
 )
 def test_metrics_have_the_same_keys_for_every_chain(tx):
     metrics = jaxmp.get_metrics(tx.init({"w": jnp.ones(2)}))
@@ -460,17 +379,16 @@ def test_metrics_are_nan_where_not_computed():
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("policy", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("jitted", [True, False])
-def test_the_largest_gradient_of_the_last_step_taken(policy, jitted):
+@pytest.mark.parametrize("policy", ["fp16", "fp32"])
+def test_the_largest_gradient_of_the_last_step_taken(policy):
     tx = jaxmp.mixed_precision(optax.sgd(1.0), policy, loss_scale=8.0)
     tree = jaxmp.get_policy(policy).cast_to_param(
         {"a": jnp.zeros((3, 5)), "b": jnp.zeros(7), "none": jnp.zeros((0, 2))}
     )
-    step = functools.partial(jaxmp.apply_gradients, tx)
-    step, state, seen = jax.jit(step) if jitted else step, tx.init(tree), []
+    step, state, seen = jax.jit(functools.partial(jaxmp.apply_gradients, tx)), tx.init(tree), []
     for value in (-24.0, jnp.inf, jnp.nan, 4.0):
-        _, state = step(jax.tree.map(jnp.zeros_like, tree) | {"b": tree["b"].at[-1].set(value)}, state, tree)
+        last = np.array([0, 0, 0, 0, 0, 0, value], tree["b"].dtype)
+        _, state = step(tree | {"b": last}, state, tree)
         seen.append(jaxmp.get_metrics(state)["largest_gradient"])
     assert_exact(seen, [np.float32(x) for x in (3.0, 3.0, 3.0, 0.5)])
 
@@ -491,15 +409,14 @@ def test_the_largest_gradient_is_that_of_any_device(checked):
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize("kind", ["gpu", "fused", "told", "masters alone"])
+@pytest.mark.parametrize("kind", ["gpu", "fused", "known", "masters alone"])
 def test_the_largest_gradient_is_nan_where_nothing_looks_for_it(kind):
     inner = jaxmp.fused_sgd(1.0) if kind == "fused" else optax.sgd(1.0)
-    parts = {"masters alone": lambda: jaxmp.keep_master_params(inner, "bf16")}
-    tx = parts.get(kind, lambda: jaxmp.mixed_precision(inner, "bf16"))()
+    tx = (jaxmp.keep_master_params if kind == "masters alone" else jaxmp.mixed_precision)(inner, "bf16")
     tree = {"w": jnp.ones(2, jnp.bfloat16)}
-    told = {"grads_finite": jnp.bool_(True)} if kind == "told" else {}
+    known = {"grads_finite": jnp.bool_(True)} if kind == "known" else {}
     with ways_of("cuda" if kind == "gpu" else "cpu"):
-        _, state = jax.jit(functools.partial(jaxmp.apply_gradients, tx))(tree, tx.init(tree), tree, **told)
+        _, state = jax.jit(functools.partial(jaxmp.apply_gradients, tx))(tree, tx.init(tree), tree, **known)
     assert np.isnan(jaxmp.get_metrics(state)["largest_gradient"])
     assert all(np.all(np.isfinite(x.astype(np.float32))) for x in jax.tree.leaves(state))
 
@@ -514,11 +431,7 @@ def test_keep_if_skipped_selects_bit_for_bit():
     ((_, skipped),) = run(tx, taken, [grads(bad=jnp.nan)])
     assert_moved(jaxmp.keep_if_skipped(skipped, new, old), old)
     assert_moved(jax.jit(jaxmp.keep_if_skipped)(skipped, new, old), old)
-
-
-def test_keep_if_skipped_of_a_plain_optimizer_is_new():
-    state = optax.sgd(1.0).init(params())
-    assert_moved(jaxmp.keep_if_skipped(state, {"x": jnp.ones(1)}, {"x": jnp.zeros(1)}), {"x": jnp.ones(1)})
+    assert_moved(jaxmp.keep_if_skipped(optax.sgd(1.0).init(params()), new, old), new)  # a plain optimizer skips nothing
 
 
 def test_look_ups_find_their_state_wherever_it_lies():
@@ -555,7 +468,6 @@ def test_a_state_restored_into_an_optimizer_without_a_scale_is_unscaled_by_its_o
     assert float(jaxmp.get_loss_scale(restored)) == 8.0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # clamp_inf
 
 
@@ -563,39 +475,30 @@ def clamping(inner, loss_scale, **options):
     return jaxmp.unscale_and_skip(inner, loss_scale, clamp_inf=jnp.float16, **options)
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32], ids=["float16", "float32"])
-def test_an_infinite_gradient_counts_as_the_largest_float16(dtype):
+def test_an_infinite_gradient_counts_as_the_largest_float16():
     """Divided by the scale, in whatever dtype it arrives (a mean over devices is float32); finite ones stay."""
     tx = clamping(optax.identity(), jaxmp.DynamicLossScale(8.0, hysteresis=1))
-    g = {"a": jnp.array([jnp.inf, 1.0, -jnp.inf], dtype), "b": jnp.array([-0.0], dtype)}
+    g = {"a": np.array([np.inf, 1.0, -np.inf], np.float16), "b": np.float32([np.inf])}
     updates, state = tx.update(g, tx.init(params()), params())
-    assert_exact(updates, {"a": jnp.array([65504 / 8, 1 / 8, -65504 / 8]), "b": jnp.array([-0.0])})
+    assert_exact(updates, {"a": np.float32([65504 / 8, 1 / 8, -65504 / 8]), "b": np.float32([65504 / 8])})
     assert not bool(state.skipped) and int(state.skipped_steps) == 0
     assert float(jaxmp.get_loss_scale(state)) == 4.0  # which backs off as for a skip
     assert int(state.scaling.growth_count) == 0
-    large = {"a": jnp.full(3, 1e6), "b": jnp.zeros(1)}  # float32 gradients beyond float16 are no overflow
+    large = {"a": np.full(3, 1e6, np.float32), "b": np.float32([-0.0])}  # beyond float16, in float32: no overflow
     updates, state = tx.update(large, state, params())
-    assert_exact(updates["a"], jnp.full(3, 1e6 / 4))
+    assert_exact(updates, {"a": np.full(3, 1e6 / 4, np.float32), "b": np.float32([-0.0])})
     assert float(jaxmp.get_loss_scale(state)) == 4.0 and int(state.scaling.growth_count) == 1
 
 
-@pytest.mark.parametrize("skip_if", [None, lambda grads, metrics: jnp.array(False)], ids=["", "skip_if"])
-def test_a_nan_still_skips(skip_if):
-    tx = clamping(optax.adam(0.1), jaxmp.DynamicLossScale(8.0, hysteresis=1), skip_if=skip_if)
+def test_a_nan_beside_an_infinity_skips_also_with_a_reason_of_ones_own():
+    scaler = jaxmp.DynamicLossScale(8.0, hysteresis=1)
+    tx = clamping(optax.adam(0.1), scaler, skip_if=lambda grads, metrics: jnp.array(False))
     first = tx.init(params())
     g = {"a": jnp.array([jnp.inf, 1.0, 1.0]), "b": jnp.array([jnp.nan])}
     updates, state = tx.update(g, first, params())
-    assert_exact(updates, jax.tree.map(lambda p: jnp.full_like(p, -0.0), params()))
+    assert_exact(updates, STANDS)
     assert_moved(regimes.guarded(state), regimes.guarded(first))
     assert bool(state.skipped) and float(jaxmp.get_loss_scale(state)) == 4.0
-
-
-def test_without_infinities_it_changes_nothing():
-    plain = jaxmp.unscale_and_skip(optax.adam(0.1), 8.0)
-    tx = clamping(optax.adam(0.1), 8.0)
-    g = grads(3.0)
-    assert_within_ulps(tx.update(g, tx.init(params()), params()), plain.update(g, plain.init(params()), params()), 4)
 
 
 def test_the_limit_is_that_of_the_narrower_dtype():
@@ -605,8 +508,9 @@ def test_the_limit_is_that_of_the_narrower_dtype():
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
-@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan], ids=["inf", "nan"])
+@pytest.mark.parametrize(
+    ("how", "bad"), [("pmap", jnp.inf), ("shard_map", jnp.nan), ("shard_map_unchecked", jnp.inf)], ids=str
+)
 def test_devices_agree_on_what_was_clamped_and_what_is_skipped(how, bad):
     """One device has the infinity (params are split: its own gradient): the scale backs off on all, none skips."""
     n = regimes.DEVICES
@@ -623,7 +527,7 @@ def test_devices_agree_on_what_was_clamped_and_what_is_skipped(how, bad):
         updates, seen = jax.pmap(step, regimes.AXIS, devices=jax.devices()[:n])(g[:, None], p[:, None])
         updates, seen = updates[:, 0], seen[:, 0]
     else:
-        spec = jax.sharding.PartitionSpec(regimes.AXIS)
+        spec = P(regimes.AXIS)
         spread = jax.shard_map(
             step, mesh=regimes.mesh_of(), in_specs=spec, out_specs=spec, check_vma=how == "shard_map"
         )
@@ -657,7 +561,7 @@ def test_an_infinite_amax_of_fp8_is_no_gradient_to_clamp():
     assert bool(state.skipped)
 
 
-@pytest.mark.parametrize("wrong", [True, 65504.0, jnp.int32, "fp16"], ids=str)
+@pytest.mark.parametrize("wrong", [65504.0, jnp.int32], ids=["number", "int32"])
 def test_clamp_inf_wants_a_float_dtype(wrong):
     with pytest.raises(TypeError, match="clamp_inf must be a float dtype such as jnp.float16"):
         jaxmp.unscale_and_skip(optax.sgd(0.1), 4.0, clamp_inf=wrong)
@@ -693,8 +597,7 @@ def test_a_line_search_gets_the_unscaled_gradient(how):
             return optax.apply_updates(params, updates)
         return jaxmp.apply_gradients(tx, grads, state, params, grad=grad)[0]
 
-    for run in (step, jax.jit(step)):
-        assert_exact(run(params, state), {"w": np.array([-2.0, -3.0], np.float16)})
+    assert_exact(jax.jit(step)(params, state), {"w": np.array([-2.0, -3.0], np.float16)})
 
 
 def test_one_inside_another_is_refused_at_init():
@@ -716,27 +619,29 @@ def test_an_opt_state_in_the_place_of_params_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("given", "got"),
+    ("reason", "got"),
     [(jnp.ones(3, bool), r"bool\[3\]"), (0.5, r"float64\[\]"), (jnp.float32(0.5), r"float32\[\]"), (None, "object")],
     ids=["flags", "a number", "an array", "None"],
 )
-def test_a_reason_to_skip_is_one_bool(given, got):
+def test_a_reason_to_skip_is_one_bool(reason, got):
     """A number skipped each step where it is not 0."""
-    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), skip_if=lambda grads, metrics: given)
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), skip_if=lambda grads, metrics: reason)
     with pytest.raises(TypeError, match=f"skip_if.* must return one bool.*; got {got}"):
         tx.update(grads(), tx.init(params()), params())
-    for fine in (True, np.True_, jnp.array(True)):
-        tx = jaxmp.unscale_and_skip(optax.sgd(1.0), skip_if=lambda grads, metrics, fine=fine: fine)
-        assert bool(tx.update(grads(), tx.init(params()), params())[1].skipped)
+
+
+@pytest.mark.parametrize("reason", [True, np.True_, jnp.array(True)], ids=["Python", "NumPy", "jax"])
+def test_any_kind_of_bool_is_a_reason(reason):
+    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), skip_if=lambda grads, metrics: reason)
+    assert bool(tx.update(grads(), tx.init(params()), params())[1].skipped)
 
 
 def test_an_ensemble_over_explicit_axes_steps_member_by_member():
     mesh = jax.make_mesh((2,), ("member",), axis_types=(jax.sharding.AxisType.Explicit,))
-    tx = jaxmp.mixed_precision(optax.adam(0.5), "bf16")
-    params = {"w": jnp.ones((2, 4), jnp.bfloat16), "b": jnp.ones((2, 3), jnp.bfloat16)}
-    grads = {"w": jnp.ones((2, 4)).at[1, 0].set(jnp.inf), "b": jnp.ones((2, 3))}
-    state = grads, jax.vmap(tx.init)(params), params
-    split = jax.device_put(state, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("member")))
+    tx = jaxmp.mixed_precision(optax.sgd(0.5), "bf16")
+    params = {"w": jnp.ones((2, 4), jnp.bfloat16)}
+    state = {"w": np.float32([[1.0] * 4, [np.inf] * 4])}, jax.vmap(tx.init)(params), params
+    split = jax.device_put(state, jax.sharding.NamedSharding(mesh, P("member")))
     with jax.set_mesh(mesh):
         new, opt_state = jax.jit(jax.vmap(functools.partial(jaxmp.apply_gradients, tx)))(*split)
     assert new["w"].astype(jnp.float32).tolist() == [[0.5] * 4, [1.0] * 4]

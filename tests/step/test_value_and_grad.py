@@ -45,8 +45,10 @@ LOSS = F32(0.5 * (0.5 - 6.0))
 GRADS = {"w": 0.5 * MEAN_X, "gain": F32(0.5 - 6.0)}  # unscaled
 
 
-def scaled(grads, scale, dtypes):
-    return {name: np.asarray(grads[name] * scale, dtypes[name]) for name in grads}
+def scaled(grads, accumulate=1):
+    """Times SCALE, in the dtypes in which `value_and_grad` returns them."""
+    dtypes = {"w": F16 if accumulate == 1 else F32, "gain": F32}
+    return {name: np.asarray(grads[name] * SCALE, dtypes[name]) for name in grads}
 
 
 # What comes back
@@ -55,23 +57,17 @@ def scaled(grads, scale, dtypes):
 def test_loss_is_unscaled_float32_and_grads_are_scaled_in_the_dtypes_of_the_params():
     loss, grads = jaxmp.value_and_grad(loss_fn)(params16(), X, opt_state=state_with(SCALE))
     assert_exact(loss, LOSS)
-    assert_exact(grads, scaled(GRADS, SCALE, {"w": F16, "gain": F32}))
+    assert_exact(grads, scaled(GRADS))
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("scale", [3.0, 1e-3, 2.0**30, 2.0**100])
+@pytest.mark.parametrize("scale", [3.0, 2.0**100])
 def test_loss_is_exact_whatever_the_scale(scale):
     """Never scaled and divided back: 0.1 * 3 / 3 is not 0.1, and 2^100 * 2^100 is inf."""
-
-    def loss_fn(x):
-        return jnp.sum(x)
-
-    x = jnp.array([0.1, 2.0**90], F32)
-    for accumulate in (1, 2):
-        f = jaxmp.value_and_grad(lambda x, b: loss_fn(x) + 0 * jnp.sum(b), accumulate=accumulate)
-        loss, grads = jax.jit(f)(x, jnp.ones(2), opt_state=state_with(scale))
-        assert_exact(loss, np.asarray(np.sum(x)))
-        assert_close(grads, np.full(2, scale, F32), rtol=2e-7)
+    x = np.array([0.1, 2.0**90], F32)
+    f = jaxmp.value_and_grad(lambda x, b: jnp.sum(x) + 0 * jnp.sum(b), accumulate=2 if scale == 3 else 1)
+    loss, grads = jax.jit(f)(x, np.ones(2, F32), opt_state=state_with(scale))
+    assert_exact(loss, np.sum(x))
+    assert_close(grads, np.full(2, scale, F32), rtol=2e-7)
 
 
 def test_a_scale_of_65536_does_not_overflow_the_loss():
@@ -88,14 +84,6 @@ def test_a_scale_of_65536_does_not_overflow_the_loss():
     assert_exact(grads, {"w": np.array([256.0], F16)})
 
 
-def test_a_large_loss_times_the_scale_stays_finite():
-    """mpx scales in float16, where 4 * 32768 is inf."""
-    opt_state = state_with(2.0**15)
-    w = jnp.array(4.0, F16)
-    loss, grads = jaxmp.value_and_grad(lambda w: w.astype(F32) * 2.0**-3 + 4.0)(w, opt_state=opt_state)
-    assert_exact((loss, grads), (F32(4.5), F16(4096.0)))
-
-
 def test_a_float16_loss_is_warned_of_and_overflows_at_65536():
     w = jnp.array(2.0**-10, F16)
     with pytest.warns(
@@ -109,52 +97,40 @@ def test_a_float16_loss_is_warned_of_and_overflows_at_65536():
         assert_exact(loss, F32(2.0**-10))
 
 
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_aux(accumulate):
     def with_aux(params, x):
         return loss_fn(params, x), {"rows": x[:, 0], "n": jnp.int32(x.shape[0])}
 
-    f = jaxmp.value_and_grad(with_aux, has_aux=True, accumulate=accumulate)
+    f = jax.jit(jaxmp.value_and_grad(with_aux, has_aux=True, accumulate=accumulate))
     (loss, aux), grads = f(params16(), X, opt_state=state_with(SCALE))
     assert_exact(loss, LOSS)
-    assert_exact(grads, scaled(GRADS, SCALE, {"w": F16 if accumulate == 1 else F32, "gain": F32}))
+    assert_exact(grads, scaled(GRADS, accumulate))
     if accumulate == 1:
         assert_moved(aux, {"rows": X[:, 0], "n": np.int32(4)})
     else:  # stacked, one entry per microbatch
         assert_moved(aux, {"rows": X[:, 0].reshape(2, 2), "n": np.array([2, 2], np.int32)})
 
 
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("argnums", [1, -1, (0, 1), (1, 0), (-1,), [0, -1]], ids=str)
+@pytest.mark.parametrize("argnums", [-1, (1, 0), [0, -1]], ids=str)
 def test_argnums(argnums):
-    a, b = jnp.array([1.0, 2.0], F16), jnp.array([3.0, 4.0], F32)
-
-    def f(a, b):
-        return jnp.sum(a.astype(F32) * b)
-
-    loss, grads = jaxmp.value_and_grad(f, argnums)(a, b, opt_state=state_with(2.0))
+    a, b = np.array([1.0, 2.0], F16), np.array([3.0, 4.0], F32)
+    loss, grads = jaxmp.value_and_grad(lambda a, b: jnp.sum(a * b), argnums)(a, b, opt_state=state_with(2.0))
     expected = {0: np.array([6.0, 8.0], F16), 1: np.array([2.0, 4.0], F32)}
     assert_exact(loss, F32(11.0))
-    if isinstance(argnums, int):
-        assert_exact(grads, expected[argnums % 2])
-    else:
-        assert_exact(grads, tuple(expected[i % 2] for i in argnums))
+    assert_exact(grads, expected[1] if argnums == -1 else tuple(expected[i % 2] for i in argnums))
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_keyword_arguments_are_passed_on_whole(accumulate):
+def test_keyword_arguments_are_passed_on_whole():
     seen = []
 
     def f(w, x, *, table, train):
         seen.append((table.shape, train))
         return jnp.mean(x * w) + jnp.sum(table)
 
-    x, w = jnp.arange(4.0), jnp.array(2.0)
-    loss, grads = jaxmp.value_and_grad(f, accumulate=accumulate)(
-        w, x, table=jnp.ones(3), train=True, opt_state=state_with(2.0)
-    )
-    assert_exact((loss, grads), (F32(6.0), F32(3.0)))
+    x, w, table = np.arange(4, dtype=F32), np.array(2.0, F32), np.ones(3, F32)
+    loss_and_grads = jaxmp.value_and_grad(f, accumulate=2)(w, x, table=table, train=True, opt_state=state_with(2.0))
+    assert_exact(loss_and_grads, (F32(6.0), F32(3.0)))
     assert set(seen) == {((3,), True)}
 
 
@@ -171,28 +147,16 @@ def test_the_scale_is_found_where_it_lies():
         (unscaled.init(w), 1.0),
     ):
         assert_exact(f(w, opt_state=opt_state), (F32(6.0), F32(3.0 * scale)))
-
-
-def test_the_wrapper_keeps_the_name_of_the_function():
     assert jaxmp.value_and_grad(loss_fn).__name__ == "loss_fn"
 
 
 # Accumulation
 
 
-@pytest.mark.parametrize("k", [2, 4])
-def test_accumulation_equals_the_full_batch(k):
-    loss, grads = jaxmp.value_and_grad(loss_fn, accumulate=k)(params16(), X, opt_state=state_with(SCALE))
-    assert_exact(loss, LOSS)
-    assert_exact(grads, scaled(GRADS, SCALE, {"w": F32, "gain": F32}))
-
-
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("k", [2, 4])
-def test_accumulation_of_a_network_equals_the_full_batch(k):
+def test_accumulation_of_a_network_equals_the_full_batch():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(8, 6)).astype(F32), rng.normal(size=(8, 3)).astype(F32)
-    params = {"a": jnp.asarray(rng.normal(size=(6, 5)), F16), "b": jnp.asarray(rng.normal(size=(5, 3)), F16)}
+    params = {"a": rng.normal(size=(6, 5)).astype(F16), "b": rng.normal(size=(5, 3)).astype(F16)}
 
     def loss_fn(params, batch):
         out = jnp.tanh(batch["x"].astype(F16) @ params["a"]) @ params["b"]
@@ -201,39 +165,31 @@ def test_accumulation_of_a_network_equals_the_full_batch(k):
     run = functools.partial(jaxmp.value_and_grad, loss_fn)
     batch, opt_state = {"x": x, "y": y}, state_with(64.0)
     loss, grads = jax.jit(run())(params, batch, opt_state=opt_state)
-    loss_k, grads_k = jax.jit(run(accumulate=k))(params, batch, opt_state=opt_state)
+    loss_k, grads_k = jax.jit(run(accumulate=4))(params, batch, opt_state=opt_state)
     assert_close(loss_k, loss, rtol=1e-6)
-    assert_close(grads_k, jax.tree.map(lambda g: g.astype(F32), grads), rtol=0, atol=64 * 2.0**-10)
+    assert_close(grads_k, jax.tree.map(lambda g: np.asarray(g, F32), grads), rtol=0, atol=64 * 2.0**-10)
+
+
+def mean_of_products(w, x):
+    return jnp.mean((x * w).astype(F32))
 
 
 def test_sums_of_microbatches_are_float32():
     """Four times 32768 is inf in float16, where optax.MultiSteps keeps the sum of float16 gradients."""
-    w = jnp.array([1.0], F16)
-
-    def loss_fn(w, x):
-        return jnp.mean((x * w).astype(F32))
-
-    x = jnp.full((4,), 2.0**15, F16)
-    loss, grads = jaxmp.value_and_grad(loss_fn, accumulate=4)(w, x, opt_state=state_with(4.0))
-    assert_exact((loss, grads), (F32(2.0**15), np.array([2.0**17], F32)))
-    _, whole = jaxmp.value_and_grad(loss_fn)(w, x, opt_state=state_with(4.0))
-    assert_exact(whole, np.array([np.inf], F16))  # the gradient of the whole batch overflows float16
-
+    w, x = np.array([1.0], F16), np.full(4, 2.0**15, F16)
     tx = jaxmp.mixed_precision(optax.sgd(2.0**-15), "fp16", loss_scale=4.0)
-    opt_state = tx.init(w)
-    _, grads = jaxmp.value_and_grad(loss_fn, accumulate=4)(w, x, opt_state=opt_state)
-    new, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, w)
-    assert_exact((new, opt_state.skipped), (np.array([0.0], F16), np.bool_(False)))
 
+    @jax.jit
+    def step(w, opt_state):
+        loss, grads = jaxmp.value_and_grad(mean_of_products, accumulate=4)(w, x, opt_state=opt_state)
+        _, whole = jaxmp.value_and_grad(mean_of_products)(w, x, opt_state=opt_state)
+        new, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, w)
+        return loss, grads, whole, new, opt_state.skipped
 
-def test_small_gradients_are_not_lost_in_the_sum():
-    """1 + 2^-12 + 2^-12 + 2^-12, which a float16 sum rounds to 1."""
-    w = jnp.array(1.0, F16)
-    x = jnp.array([1.0, 2.0**-12, 2.0**-12, 2.0**-12], F16)
-    _, grads = jaxmp.value_and_grad(lambda w, x: jnp.mean((x * w).astype(F32)), accumulate=4)(
-        w, x, opt_state=state_with(4.0)
-    )
-    assert_exact(grads, F32(1 + 3 * 2.0**-12))
+    loss, grads, whole, new, skipped = step(w, tx.init(np.array([1.0], F32)))
+    assert_exact((loss, grads), (F32(2.0**15), np.array([2.0**17], F32)))
+    assert_exact(whole, np.array([np.inf], F16))  # the gradient of the whole batch overflows float16
+    assert_exact((new, skipped), (np.array([0.0], F16), np.bool_(False)))
 
 
 def test_one_bad_microbatch_spoils_the_window_and_only_it():
@@ -243,9 +199,7 @@ def test_one_bad_microbatch_spoils_the_window_and_only_it():
 
     @jax.jit
     def step(w, opt_state, x):
-        loss, grads = jaxmp.value_and_grad(lambda w, x: jnp.mean((x * w).astype(F32)), accumulate=4)(
-            w, x, opt_state=opt_state
-        )
+        loss, grads = jaxmp.value_and_grad(mean_of_products, accumulate=4)(w, x, opt_state=opt_state)
         return loss, *jaxmp.apply_gradients(tx, grads, opt_state, w)
 
     loss, w1, state1 = step(w, opt_state, jnp.array([1.0, np.nan, 1.0, 1.0], F16))
@@ -257,68 +211,43 @@ def test_one_bad_microbatch_spoils_the_window_and_only_it():
     assert_exact((w2, state2.skipped_steps), (np.array([0.9], F16), np.int32(1)))
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("typed", [True, False], ids=["typed key", "raw key"])
-def test_keys_are_split_and_scalars_repeated(typed):
-    key = jax.random.key(3) if typed else jax.random.PRNGKey(3)
-
-    def f(w, x, key, rate, flag):
-        return jnp.mean(x * w), {"noise": jax.random.uniform(key, (2,)), "rate": rate, "flag": flag}
-
-    compute = jaxmp.value_and_grad(f, has_aux=True, accumulate=2, accumulate_argnums=(1, 2, 3, 4))
-    (_, aux), _ = compute(jnp.array(1.0), jnp.arange(4.0), key, 0.5, jnp.array(True), opt_state=state_with(1.0))
-    expected = jnp.stack([jax.random.uniform(k, (2,)) for k in jax.random.split(key, 2)])  # exact in every program
-    assert_exact(aux, {"noise": expected, "rate": np.array([0.5, 0.5], F32), "flag": np.array([True, True])})
-    # without accumulation the key is the caller's
-    (_, aux), _ = jaxmp.value_and_grad(f, has_aux=True)(
-        jnp.array(1.0), jnp.arange(4.0), key, 0.5, True, opt_state=state_with(1.0)
-    )
-    assert_exact(aux["noise"], jax.random.uniform(key, (2,)))
-
-
 def test_accumulate_argnums_name_the_batch():
     """batch_stats of length 3 stand beside a batch of 4, and are passed on whole."""
 
     def f(w, batch_stats, batch):
         return jnp.mean(batch["x"] * w) + jnp.sum(batch_stats["mean"]) * 0, batch_stats["mean"]
 
-    args = (jnp.array(1.0), {"mean": jnp.ones(3)}, {"x": jnp.arange(4.0)})
-    for named in (2, -1, (2,)):
+    def run(named, length=3):
         compute = jaxmp.value_and_grad(f, has_aux=True, accumulate=2, accumulate_argnums=named)
-        (loss, aux), grads = compute(*args, opt_state=state_with(2.0))
+        args = jnp.array(1.0), {"mean": np.ones(length, F32)}, {"x": np.arange(4, dtype=F32)}
+        return compute(*args, opt_state=state_with(2.0))
+
+    for named in (-1, (2,)):
+        (loss, aux), grads = run(named)
         assert_exact((loss, grads, aux), (F32(1.5), F32(3.0), np.ones((2, 3), F32)))
     with pytest.raises(
         ValueError, match="accumulate=2 must divide the leading axis.*Name the arguments to cut: accumulate_argnums="
     ):
-        jaxmp.value_and_grad(f, has_aux=True, accumulate=2, accumulate_argnums=(1, 2))(*args, opt_state=state_with(2.0))
-    six = (args[0], {"mean": jnp.ones(6)}, args[2])
+        run((1, 2))
     with pytest.raises(
         ValueError, match="same leading axis; got 6 at argument 1/mean, 4 at argument 2/x. Name the arg"
     ):
-        jaxmp.value_and_grad(f, has_aux=True, accumulate=2, accumulate_argnums=(1, 2))(*six, opt_state=state_with(2.0))
+        run((1, 2), length=6)
 
 
 # Under other transforms
-
-
-def under_nothing(f, params, x, opt_state):
-    return f(params, x, opt_state=opt_state)
-
-
-def under_jit(f, params, x, opt_state):
-    return jax.jit(f)(params, x, opt_state=opt_state)
 
 
 def under_scan(f, params, x, opt_state):
     def body(carry, x):
         return carry, f(carry, x, opt_state=opt_state)
 
-    _, out = jax.lax.scan(body, params, jnp.stack([x, x]))
+    _, out = jax.lax.scan(body, params, np.stack([x, x]))
     return jax.tree.map(lambda x: x[1], out)
 
 
 def under_vmap(f, params, x, opt_state):
-    out = jax.vmap(lambda x: f(params, x, opt_state=opt_state))(jnp.stack([x * 0, x]))
+    out = jax.vmap(lambda x: f(params, x, opt_state=opt_state))(np.stack([x * 0, x]))
     return jax.tree.map(lambda x: x[1], out)
 
 
@@ -329,15 +258,27 @@ def under_vmap_over_scales(f, params, x, opt_state):
     return jax.tree.map(lambda x: x[0], out)
 
 
-@pytest.mark.thorough(5)
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("rematerialized", [False, True], ids=["", "remat"])
-@pytest.mark.parametrize("under", [under_nothing, under_jit, under_scan, under_vmap, under_vmap_over_scales])
-def test_transforms(under, rematerialized, accumulate):
-    f = jaxmp.value_and_grad(jax.checkpoint(loss_fn) if rematerialized else loss_fn, accumulate=accumulate)
-    loss, grads = under(f, params16(), jnp.asarray(X), state_with(SCALE))
+def under_jit_with_remat(f, params, x, opt_state):
+    return jax.jit(jax.checkpoint(f))(params, x, opt_state=opt_state)
+
+
+@pytest.mark.parametrize(
+    ("under", "accumulate"),
+    [
+        (under_jit_with_remat, 2),
+        (under_scan, 1),
+        (under_scan, 2),
+        (under_vmap, 1),
+        (under_vmap, 2),
+        (under_vmap_over_scales, 1),
+    ],
+)
+def test_transforms(under, accumulate):
+    of = jax.checkpoint(loss_fn) if under is under_scan else loss_fn
+    f = jaxmp.value_and_grad(of, accumulate=accumulate)
+    loss, grads = under(f, params16(), X, state_with(SCALE))
     assert_exact(loss, LOSS)
-    assert_exact(grads, scaled(GRADS, SCALE, {"w": F16 if accumulate == 1 else F32, "gain": F32}))
+    assert_exact(grads, scaled(GRADS, accumulate))
 
 
 def test_per_example_gradients():
@@ -348,48 +289,40 @@ def test_per_example_gradients():
 
 # On several devices
 
-SPREAD = pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
-
 
 def on_four_devices(f, how, params, x):
     """`f(params, x)` on each device with all params and its row of `x`; results stacked, [4, ...]."""
     if how == "pmap":
         return jax.pmap(f, AXIS, in_axes=(None, 0), devices=jax.devices()[:4])(params, x)
-
-    def stacked(params, x):
-        return jax.tree.map(lambda y: y[None], f(params, x[0]))
-
-    spread = jax.shard_map(
-        stacked, mesh=mesh_of(), in_specs=(P(), P(AXIS)), out_specs=P(AXIS), check_vma=how == "shard_map"
-    )
-    return jax.jit(spread)(params, x)
+    stacked = lambda params, x: jax.tree.map(lambda y: y[None], f(params, x[0]))  # noqa: E731
+    specs = {"in_specs": (P(), P(AXIS)), "out_specs": P(AXIS)}
+    return jax.jit(jax.shard_map(stacked, mesh=mesh_of(), **specs, check_vma=how == "shard_map"))(params, x)
 
 
-@pytest.mark.thorough(1)
-@SPREAD
-@pytest.mark.parametrize("accumulate", [1, 2])
+FACTORS = np.arange(1, 5, dtype=F32)
+ROWS = X * FACTORS[:, None, None]  # of four devices
+
+
+@pytest.mark.parametrize(
+    ("how", "accumulate"), [("pmap", 1), ("shard_map", 1), ("shard_map", 2), ("shard_map_unchecked", 2)]
+)
 def test_gradients_are_this_device_s_own(how, accumulate):
     """Under check_vma autodiff sums the gradients of replicated params over the mesh: flax's come back times N."""
     params, opt_state = params16(), state_with(SCALE)
-    x = np.stack([X, 2 * X, 3 * X, 4 * X])
 
     def f(params, x):
         return jaxmp.value_and_grad(loss_fn, accumulate=accumulate)(params, x, opt_state=opt_state)
 
-    loss, grads = on_four_devices(f, how, params, x)
-    factors = np.arange(1, 5, dtype=F32)
-    assert_exact(loss, LOSS * factors)
-    dtypes = {"w": F16 if accumulate == 1 else F32, "gain": F32}
-    expected = {"w": GRADS["w"] * factors[:, None], "gain": GRADS["gain"] * factors}
-    assert_exact(grads, scaled(expected, SCALE, dtypes))
+    loss, grads = on_four_devices(f, how, params, ROWS)
+    assert_exact(loss, LOSS * FACTORS)
+    expected = {"w": GRADS["w"] * FACTORS[:, None], "gain": GRADS["gain"] * FACTORS}
+    assert_exact(grads, scaled(expected, accumulate))
 
 
 @pytest.mark.thorough(1)
-@SPREAD
+@pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
 def test_no_float16_sum_over_devices_happens_before_the_user_s_own(how):
-    w = jnp.array([1.0], F16)
-    x = jnp.full((4, 1), 2.0**13, F16)
-    opt_state = state_with(4.0)
+    w, x, opt_state = np.array([1.0], F16), np.full((4, 1), 2.0**13, F16), state_with(4.0)
 
     def loss_fn(w, x):
         return jnp.sum((w * x).astype(F32))
@@ -405,13 +338,14 @@ def test_no_float16_sum_over_devices_happens_before_the_user_s_own(how):
         assert np.isinf(summed).all()
 
 
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("joined", ["pmean", "psum"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@SPREAD
+@pytest.mark.parametrize(
+    ("how", "accumulate"), [("pmap", 1), ("shard_map", 1), ("shard_map", 2), ("shard_map_unchecked", 2)]
+)
 def test_a_loss_that_is_one_for_all_devices(how, accumulate, joined):
     """A mean of the gradients over devices is that of the loss in every regime, as in plain jax."""
     params, opt_state = params16(), state_with(SCALE)
-    x = np.stack([X, 2 * X, 3 * X, 4 * X])
 
     def joint(params, x):
         loss = loss_fn(params, x)
@@ -421,11 +355,10 @@ def test_a_loss_that_is_one_for_all_devices(how, accumulate, joined):
         loss, grads = jaxmp.value_and_grad(joint, accumulate=accumulate)(params, x, opt_state=opt_state)
         return loss, jax.lax.pmean(grads, AXIS)
 
-    loss, grads = on_four_devices(f, how, params, x)
+    loss, grads = on_four_devices(f, how, params, ROWS)
     assert_exact(loss, np.full(4, LOSS * 2.5))
-    dtypes = {"w": F16 if accumulate == 1 else F32, "gain": F32}
     expected = {"w": np.tile(GRADS["w"] * 2.5, (4, 1)), "gain": np.tile(GRADS["gain"] * 2.5, 4)}
-    assert_exact(grads, scaled(expected, SCALE, dtypes))
+    assert_exact(grads, scaled(expected, accumulate))
 
 
 def test_the_sum_that_a_joint_loss_needs_is_in_float32():
@@ -507,129 +440,91 @@ def test_accumulation_on_an_explicit_mesh():
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("leaf", "what"),
-    [(jnp.arange(2), "int32"), (jnp.ones(2, jnp.complex64), "complex64"), (jnp.array([True]), "bool"), (1, "int")],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_params_that_are_no_floats(leaf, what):
-    f = jaxmp.value_and_grad(lambda params, x: jnp.float32(0))
-    with pytest.raises(TypeError, match=f"params must be float; got {what} at argument 0/layer/w. Pass it in another"):
-        f({"layer": {"w": leaf}, "ok": jnp.ones(1)}, 1.0, opt_state=state_with(1.0))
+def nnx_linear():
+    return nnx.Linear(1, 1, rngs=nnx.Rngs(0))
 
 
-def test_typed_keys_among_params():
-    with pytest.raises(TypeError, match=r"params must be float; got key<fry> at argument 0/key"):
-        jaxmp.value_and_grad(lambda p: jnp.float32(0))({"key": jax.random.key(0)}, opt_state=state_with(1.0))
+def call(fn, *args, opt_state="one", **options):
+    """`value_and_grad(fn)` with the state of an optimizer, if none is passed."""
+    grad_fn = (jaxmp.nnx if isinstance(args[0], nnx.Module) else jaxmp).value_and_grad(fn, **options)
+    return grad_fn(*args, opt_state=state_with(1.0) if isinstance(opt_state, str) else opt_state)
 
 
-@pytest.mark.parametrize("opt_state", [optax.sgd(0.1).init(jnp.ones(1)), optax.adam(1.0).init(jnp.ones(1)), {}])
-def test_no_loss_scale_in_the_state(opt_state):
-    with pytest.raises(
+def of_params(leaf):
+    return lambda: call(lambda params: jnp.float32(0), {"layer": {"w": leaf}, "ok": np.ones(1)})
+
+
+def returning(*outputs, **options):
+    """A loss that returns this."""
+    return lambda: call(lambda w: outputs[0] if len(outputs) == 1 else outputs, np.ones(1, F32), **options)
+
+
+def of_loss(**options):
+    return lambda: call(loss_fn, params16(), X, **options)
+
+
+NO_FLOAT = "params must be float; got {} at argument 0/layer/w. Pass it in another"
+NO_SCALE = "must hold a loss scale; got .*. Pass opt_state=, the state of jaxmp.mixed_precision"
+NO_SCALAR = "the loss must be a float scalar; got {}"
+NO_AUX = r"with has_aux=True the function must return \(loss, aux\); got {}"
+NOT_POSITIONAL = "argnums must name positional arguments; got {} for a call with {} of them"
+REFUSED = {
+    "params: int32": (of_params(np.arange(2, dtype=np.int32)), TypeError, NO_FLOAT.format("int32")),
+    "params: complex": (of_params(np.array([1j], np.complex64)), TypeError, NO_FLOAT.format("complex64")),
+    "params: a number": (of_params(1), TypeError, NO_FLOAT.format("int")),
+    "params: a key": (lambda: of_params(jax.random.key(0))(), TypeError, NO_FLOAT.format("key<fry>")),
+    "params: a module": (
+        lambda: jaxmp.value_and_grad(lambda m: 0.0)(nnx_linear(), opt_state=state_with(1.0)),
+        TypeError,
+        "Use jaxmp.nnx.value_and_grad",
+    ),
+    "opt_state: of optax": (lambda: of_loss(opt_state=optax.adam(1.0).init(np.ones(1)))(), ValueError, NO_SCALE),
+    "opt_state: empty": (of_loss(opt_state={}), ValueError, NO_SCALE),
+    "opt_state: None": (of_loss(opt_state=None), ValueError, NO_SCALE),
+    "opt_state: two scales": (
+        lambda: of_loss(opt_state=(state_with(2.0), state_with(2.0)))(),
         ValueError,
-        match=r"must hold a loss scale; got a state without. Pass opt_state=, the state of jaxmp.mixed_precision",
-    ):
-        jaxmp.value_and_grad(loss_fn)(params16(), X, opt_state=opt_state)
+        "opt_state must hold one loss scale; got 2",
+    ),
+    "loss: a vector": (
+        returning(np.ones(2, F32)),
+        TypeError,
+        NO_SCALAR.format(r"float32\[2\]. Reduce it with jnp.mean"),
+    ),
+    "loss: int": (returning(np.int32(1)), TypeError, NO_SCALAR.format(r"int32\[\]. Reduce it with jnp.mean")),
+    "loss: nothing": (returning(None), TypeError, NO_SCALAR.format("NoneType. Return it")),
+    "loss: aux too": (returning(F32(1.0), {"aux": 1}), TypeError, NO_SCALAR.format("tuple. Pass has_aux=True")),
+    "aux: one value": (returning((F32(1.0),), has_aux=True), TypeError, NO_AUX.format("1 values")),
+    "aux: none": (returning(1.0, has_aux=True), TypeError, NO_AUX.format("float")),
+    "aux: none, nnx": (lambda: call(lambda m: 1.0, nnx_linear(), has_aux=True), TypeError, NO_AUX.format("float")),
+    "aux: of a watched function": (
+        lambda: call(jaxmp.monitor.watch_activations(lambda w: (jnp.sum(w), w)), np.ones(1, F32), has_aux=True),
+        TypeError,
+        r"got tuple. Return \(loss, \(aux, stats\)\)",
+    ),
+    "accumulate: 0": (of_loss(accumulate=0), ValueError, "accumulate must be a number of microbatches >= 1; got 0"),
+    "accumulate: True": (of_loss(accumulate=True), ValueError, "a number of microbatches >= 1; got True"),
+    "accumulate: of the params": (
+        of_loss(accumulate=2, accumulate_argnums=(0, 1)),
+        ValueError,
+        r"must not name differentiated or carried arguments; got \(0, 1\)",
+    ),
+    "argnums: below": (of_loss(argnums=-3), ValueError, NOT_POSITIONAL.format(-3, 2)),
+    "argnums: above": (of_loss(argnums=(0, 5)), ValueError, NOT_POSITIONAL.format(5, 2)),
+    "argnums: params by keyword": (
+        lambda: jaxmp.value_and_grad(loss_fn)(params=params16(), x=X, opt_state=state_with(1.0)),
+        ValueError,
+        NOT_POSITIONAL.format(0, 0),
+    ),
+    "axis_name": (of_loss(axis_name=("data", "model")), ValueError, "axis name 'data' is not bound here.* none"),
+}
 
 
-def test_two_loss_scales_in_the_state():
-    tx = optax.chain(jaxmp.unscale_and_skip(optax.identity(), 2.0), jaxmp.unscale_and_skip(optax.identity(), 2.0))
-    with pytest.raises(ValueError, match="opt_state must hold one loss scale; got 2"):
-        jaxmp.value_and_grad(loss_fn)(params16(), X, opt_state=tx.init(params16()))
-
-
-def test_opt_state_must_be_given():
-    with pytest.raises(
-        ValueError, match=r"must hold a loss scale; got None. Pass opt_state=, the state of jaxmp.mixed_precision"
-    ):
-        jaxmp.value_and_grad(loss_fn)(params16(), X)
-
-
-def test_an_nnx_module_is_sent_to_its_bridge():
-    with pytest.raises(TypeError, match=r"Use jaxmp.nnx.value_and_grad"):
-        jaxmp.value_and_grad(lambda m: 0.0)(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), opt_state=state_with(1.0))
-
-
-@pytest.mark.parametrize(
-    ("loss", "what"),
-    [(jnp.ones(2), r"float32\[2\]"), (jnp.ones((1, 1)), r"float32\[1, 1\]"), (jnp.int32(1), r"int32\[\]")],
-    ids=["vector", "matrix", "int"],
-)
-def test_a_loss_that_is_no_float_scalar(loss, what):
-    f = jaxmp.value_and_grad(lambda w: loss)
-    with pytest.raises(TypeError, match=f"the loss must be a float scalar; got {what}. Reduce it with jnp.mean"):
-        f(jnp.ones(1), opt_state=state_with(1.0))
-
-
-def test_a_loss_that_is_not_returned():
-    with pytest.raises(TypeError, match="the loss must be a float scalar; got NoneType. Return it"):
-        jaxmp.value_and_grad(lambda w: None)(jnp.ones(1), opt_state=state_with(1.0))
-
-
-def test_aux_without_has_aux():
-    f = jaxmp.value_and_grad(lambda w: (jnp.sum(w), {"aux": w}))
-    with pytest.raises(TypeError, match=r"the loss must be a float scalar; got tuple. Pass has_aux=True"):
-        f(jnp.ones(1), opt_state=state_with(1.0))
-
-
-@pytest.mark.parametrize(("out", "got"), [((1.0,), "1 values"), (1.0, "float")], ids=["one", "loss-alone"])
-def test_has_aux_without_aux(out, got):
-    match = rf"with has_aux=True the function must return \(loss, aux\); got {got}"
-    with pytest.raises(TypeError, match=match):
-        jaxmp.value_and_grad(lambda w: out, has_aux=True)(jnp.ones(1), opt_state=state_with(1.0))
-    with pytest.raises(TypeError, match=match):
-        jaxmp.nnx.value_and_grad(lambda m: out, has_aux=True)(
-            nnx.Linear(1, 1, rngs=nnx.Rngs(0)), opt_state=state_with(1.0)
-        )
-
-
-def test_aux_of_a_watched_function_goes_beside_the_statistics():
-    watched = jaxmp.monitor.watch_activations(lambda w: (jnp.sum(w), w))
-    with pytest.raises(TypeError, match=r"got tuple. Return \(loss, \(aux, stats\)\)"):
-        jaxmp.value_and_grad(watched, has_aux=True)(jnp.ones(1), opt_state=state_with(1.0))
-
-
-def test_accumulate_must_divide_the_batch():
-    f = jaxmp.value_and_grad(lambda w, batch: jnp.mean(batch["x"] * w), accumulate=3)
-    with pytest.raises(
-        ValueError, match=r"accumulate=3 must divide the leading axis of the batch; got \(4, 1\) at argument 1/x"
-    ):
-        f(jnp.array(1.0), {"x": jnp.ones((4, 1))}, opt_state=state_with(1.0))
-
-
-@pytest.mark.parametrize("accumulate", [0, -1, 1.5, True, None])
-def test_accumulate_must_be_a_count(accumulate):
-    with pytest.raises(ValueError, match=f"accumulate must be a number of microbatches >= 1; got {accumulate}"):
-        jaxmp.value_and_grad(loss_fn, accumulate=accumulate)
-
-
-@pytest.mark.parametrize("argnums", [2, -3, (0, 5)], ids=str)
-def test_argnums_out_of_range(argnums):
-    with pytest.raises(ValueError, match=r"argnums must name positional arguments; got -?\d for a call with 2 of them"):
-        jaxmp.value_and_grad(loss_fn, argnums)(params16(), X, opt_state=state_with(1.0))
-
-
-def test_params_by_keyword_are_not_found():
-    with pytest.raises(ValueError, match="argnums must name positional arguments; got 0 for a call with 0 of them"):
-        jaxmp.value_and_grad(loss_fn)(params=params16(), x=X, opt_state=state_with(1.0))
-
-
-def test_the_batch_cannot_be_what_is_differentiated():
-    f = jaxmp.value_and_grad(loss_fn, accumulate=2, accumulate_argnums=(0, 1))
-    with pytest.raises(ValueError, match=r"must not name differentiated or carried arguments; got \(0, 1\)"):
-        f(params16(), X, opt_state=state_with(1.0))
-
-
-@pytest.mark.parametrize("axis_name", ["data", ("data", "model")], ids=str)
-def test_an_axis_that_is_not_bound(axis_name):
-    with pytest.raises(ValueError, match="axis name 'data' is not bound here; bound axes: none"):
-        jaxmp.value_and_grad(loss_fn, axis_name=axis_name)(params16(), X, opt_state=state_with(1.0))
-
-
-def test_split_microbatches_keeps_order_and_dtypes():
-    tree = {"x": jnp.arange(6, dtype=jnp.int8).reshape(6, 1), "y": (np.ones(6, F16), None)}
-    out = microbatches.split_microbatches(tree, 3)
-    assert_exact(out, {"x": np.arange(6, dtype=np.int8).reshape(3, 2, 1), "y": (np.ones((3, 2), F16), None)})
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name):
+    run, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        run()
 
 
 def test_microbatches_on_an_explicit_mesh_of_one_device_are_blocks_of_rows():
@@ -649,17 +544,11 @@ def test_microbatches_of_a_sharded_batch_stay_spread_over_its_devices(axis_type,
     """Blocks of rows would lie on some devices only; XLA then has every device compute the whole microbatch."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
     rows = 16  # of a microbatch: two for each device
-    x = jax.device_put(jnp.ones((rows * k, 4)), NamedSharding(mesh, P("data")))
-    w = jax.device_put(jnp.ones((4, 6)), NamedSharding(mesh, P()))
-    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp32")
-
-    def step(w, opt_state, x):
-        return jaxmp.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), accumulate=k)(
-            w, x, opt_state=opt_state
-        )
-
+    x = jax.device_put(np.ones((rows * k, 4), F32), NamedSharding(mesh, P("data")))
+    w = jax.device_put(np.ones((4, 6), F32), NamedSharding(mesh, P()))
+    compute = jaxmp.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), accumulate=k)
     with jax.set_mesh(mesh) if axis_type == AxisType.Explicit else contextlib.nullcontext():
-        program = jax.jit(step).lower(w, tx.init(w), x).compile().as_text()
+        program = jax.jit(compute).lower(w, x, opt_state=state_with(1.0)).compile().as_text()
     outputs = set(re.findall(r"= f32\[([\d,]+)\]\S* dot\(", program))
     assert f"{rows // 8},6" in outputs and f"{rows},6" not in outputs
     assert "all-gather" not in program

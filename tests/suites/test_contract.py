@@ -49,8 +49,6 @@ class Part(NamedTuple):
 
 PARTS = {
     "mixed_precision-fp32": Part(lambda: jaxmp.mixed_precision(inner(), "fp32"), "fp32"),
-    "mixed_precision-tf32": Part(lambda: jaxmp.mixed_precision(inner(), "tf32"), "tf32"),
-    "mixed_precision-fp16": Part(lambda: jaxmp.mixed_precision(inner(), "fp16"), "fp16"),
     "mixed_precision-bf16": Part(lambda: jaxmp.mixed_precision(inner(), "bf16", loss_scale=128.0), "bf16"),
     "mixed_precision-keep_fp32": Part(lambda: jaxmp.mixed_precision(inner(), KEEP_NORMS), KEEP_NORMS),
     "unscale_and_skip": Part(lambda: jaxmp.unscale_and_skip(inner(), 4.0)),
@@ -61,9 +59,7 @@ PARTS = {
     "reduce_gradients": Part(jaxmp.reduce_gradients, "fp16", skips=False),
 }
 each_part = pytest.mark.parametrize("name", PARTS)
-ALIKE = {"mixed_precision-tf32", "mixed_precision-fp16"}  # the programs of fp32 and keep_fp32
-FEWER_PARTS = {"mixed_precision-fp32", "mixed_precision-bf16"}  # than keep_fp32 has
-each_program = pytest.mark.parametrize("name", [name for name in PARTS if name not in ALIKE])
+ALSO = pytest.mark.thorough(0)
 
 
 class Case(NamedTuple):
@@ -117,7 +113,6 @@ def test_unknown_extra_arguments_change_nothing(name):
     assert str(more(c.good, c.state, c.params)) == str(plain)
 
 
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -136,19 +131,25 @@ def test_extra_arguments_reach_the_inner_transform(wrap):
 
     tx = wrap(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update))
     params = params_for("fp16")
-    tx.update(grads_for(params), tx.init(params), params, value=3.0, unknown="text")
+    jax.eval_shape(lambda g, p: tx.update(g, tx.init(p), p, value=3.0, unknown="text"), grads_for(params), params)
     assert seen["value"] == 3.0 and seen["unknown"] == "text"
 
 
-@pytest.mark.thorough(2)
-@each_program
-def test_jit_equals_eager(name):
+@pytest.mark.parametrize(
+    "name", ["unscale_and_skip", *(pytest.param(x, marks=ALSO) for x in PARTS if x != "unscale_and_skip")]
+)
+def test_eager_and_vmap_equal_jit(name):
+    """Of an ensemble under vmap one member overflows and is skipped, the others are not."""
     c = case(name)
-    assert_close(c.update(c.good, c.state, c.params), c.tx.update(c.good, c.state, c.params), rtol=1e-6, atol=1e-9)
-    assert_close(c.update(c.bad, c.state, c.params), c.tx.update(c.bad, c.state, c.params), rtol=1e-6, atol=1e-9)
+    members = [(g, c.state, c.params) for g in (c.good, c.bad, jax.tree.map(lambda x: x * 2, c.good))]
+    expected = [c.update(*member) for member in members]
+    assert_close(c.tx.update(*members[0]), expected[0], rtol=1e-6, atol=1e-9)
+    stack = lambda *xs: np.stack(xs)  # noqa: E731
+    of_vmap = jax.jit(jax.vmap(c.tx.update))(*jax.tree.map(stack, *members))
+    assert_close(of_vmap, jax.tree.map(stack, *expected), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(3)
 @each_part
 def test_the_second_call_compiles_nothing_and_the_state_keeps_its_type(name):
     c = case(name)
@@ -162,18 +163,6 @@ def test_the_second_call_compiles_nothing_and_the_state_keeps_its_type(name):
     assert types((state, updates)) == before
 
 
-@pytest.mark.thorough(2)
-@each_program
-def test_vmap_equals_a_loop(name):
-    """An ensemble under vmap: one member overflows and is skipped, the others are not."""
-    c = case(name)
-    members = [(g, c.state, c.params) for g in (c.good, c.bad, jax.tree.map(lambda x: x * 2, c.good))]
-    stack = lambda *xs: np.stack(xs)  # noqa: E731
-    got = jax.jit(jax.vmap(c.tx.update))(*jax.tree.map(stack, *members))
-    expected = jax.tree.map(stack, *[c.update(*member) for member in members])
-    assert_close(got, expected, rtol=1e-6, atol=1e-9)
-
-
 @each_part
 def test_tree_map_params_finds_the_leaves_that_are_like_params(name):
     c = case(name)
@@ -185,71 +174,64 @@ def test_tree_map_params_finds_the_leaves_that_are_like_params(name):
     assert_moved(optax.tree.map_params(c.tx, lambda x: x, c.state), c.state)
 
 
-@pytest.mark.parametrize("name", [name for name in PARTS if "precision" in name or "master" in name])
+@pytest.mark.parametrize("name", ["mixed_precision-bf16", "mixed_precision-keep_fp32", "keep_master_params"])
 def test_tree_map_params_puts_specs_on_masters_and_moments(name):
     """The way in which users shard optimizer state. Leaves without a master are masked, as under `optax.masked`."""
     c = case(name)
     specs = jax.tree.map(lambda x: P("data", *[None] * (x.ndim - 1)), c.params)
-
-    def spec_of(leaf, spec):
-        return leaf if isinstance(leaf, optax.MaskedNode) else spec
-
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
     state_specs = optax.tree_map_params(
         c.tx,
-        spec_of,
+        lambda leaf, spec: leaf if is_masked(leaf) else spec,
         c.state,
         specs,
         transform_non_params=lambda _: P(),
-        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+        is_leaf=is_masked,
     )
     assert optax.tree.get(state_specs, "mu") == specs
     masters = optax.tree.get(state_specs, "master_params")
-    kept = PARTS[name].policy is KEEP_NORMS
-    if "32" not in name or kept:
-        assert masters["dense"] == specs["dense"]
-        assert masters["norm"]["scale"] == (optax.MaskedNode() if kept else specs["norm"]["scale"])
+    assert masters["dense"] == specs["dense"]
+    has_master = PARTS[name].policy is not KEEP_NORMS
+    assert masters["norm"]["scale"] == (specs["norm"]["scale"] if has_master else optax.MaskedNode())
 
 
-@pytest.mark.thorough(2)
-@each_part
-def test_flax_serialization_goes_on_bit_for_bit(name):
-    c = case(name)
-    _, state = c.update(c.bad, c.update(c.good, c.state, c.params)[1], c.params)
-    restored = flax.serialization.from_bytes(c.state, flax.serialization.to_bytes(state))
-    assert_moved(restored, state)
-    restored = jax.tree.map(jnp.asarray, restored)
-    assert_same_program(c.update(c.good, restored, c.params), c.update(c.good, state, c.params))
+def by_flax(saved, folder):
+    del folder
+    template = {name: {"state": case(name).state, "params": case(name).params} for name in saved}
+    restored = flax.serialization.from_bytes(template, flax.serialization.to_bytes(saved))
+    return jax.tree.map(jnp.asarray, restored)
 
 
-@pytest.mark.thorough(0)
-def test_orbax_goes_on_bit_for_bit(tmp_path):
-    """All transforms in one checkpoint: params, state and the step after it."""
-    saved, names = {}, [name for name in PARTS if name not in ALIKE]
-    for name in names:
-        c = case(name)
-        saved[name] = {
-            "state": c.update(c.bad, c.update(c.good, c.state, c.params)[1], c.params)[1],
-            "params": c.params,
-        }
+def by_orbax(saved, folder):
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "checkpoint", saved)
+        checkpointer.save(folder / "checkpoint", saved)
         checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "checkpoint", jax.tree.map(ocp.utils.to_shape_dtype_struct, saved))
-    assert_moved(restored, saved)
-    for name in names:
+        return checkpointer.restore(folder / "checkpoint", jax.tree.map(ocp.utils.to_shape_dtype_struct, saved))
+
+
+@pytest.mark.parametrize("through", [by_flax, pytest.param(by_orbax, marks=pytest.mark.thorough(0))])
+def test_a_saved_state_goes_on_bit_for_bit(through, tmp_path):
+    """All transforms in one checkpoint: params, state and the step after it."""
+    saved = {}
+    for name in PARTS if through is by_orbax else ["mixed_precision-keep_fp32", "ema_params"]:
         c = case(name)
-        got, expected = (c.update(c.good, x[name]["state"], x[name]["params"]) for x in (restored, saved))
-        assert_same_program(got, expected)
+        _, state = c.update(c.bad, c.update(c.good, c.state, c.params)[1], c.params)
+        saved[name] = {"state": state, "params": c.params}
+    restored = through(saved, tmp_path)
+    assert_moved(restored, saved)
+    for name in saved:
+        c = case(name)
+        again, expected = (c.update(c.good, x[name]["state"], x[name]["params"]) for x in (restored, saved))
+        assert_same_program(again, expected)
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("name", [name for name in PARTS if name not in {*ALIKE, *FEWER_PARTS}])
+@pytest.mark.parametrize("name", ["mixed_precision-keep_fp32", "clip_by_global_norm", "ema_params", "reduce_gradients"])
 def test_pmap_replication(name):
     """`flax.jax_utils.replicate` and pmap: the same as on one device, and the same on all."""
     c = case(name)
     devices = jax.devices()[:2]
-    replicated = flax.jax_utils.replicate((c.good, c.bad, c.state, c.params), devices)
-    good, bad, state, params = replicated
+    good, bad, state, params = flax.jax_utils.replicate((c.good, c.bad, c.state, c.params), devices)
     update = jax.pmap(c.tx.update, axis_name="data", devices=devices)
     expected_state = c.state
     for grads, single in ((good, c.good), (bad, c.bad), (good, c.good)):
@@ -261,7 +243,7 @@ def test_pmap_replication(name):
     assert_close(first, (expected, expected_state), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(1)
 @each_part
 def test_nnx_optimizer(name):
     """`nnx.Optimizer` with an unknown keyword; a skipped step leaves the model alone."""
@@ -285,36 +267,28 @@ def test_nnx_optimizer(name):
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize("devices", [1, 8])
-@each_program
+@pytest.mark.parametrize(("name", "devices"), [*((name, 8) for name in PARTS), ("mixed_precision-keep_fp32", 1)])
 def test_types_are_stable_on_an_explicit_mesh(name, devices):
     """`jax.typeof` (with its sharding) of state and params is the same before and after."""
     part = PARTS[name]
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:devices])
     with jax.set_mesh(mesh):
-
-        def place(x):
-            last = x.ndim - 1 if devices == 1 else 0
-            axes = P(*[None] * last, "data")
-            return jax.device_put(x, NamedSharding(mesh, axes if devices == 1 or x.shape[0] == 8 else P()))
-
         tx = optax.with_extra_args_support(part.make())
-        params32 = jax.tree.map(place, PARAMS32)
+        spec = P(None, "data") if devices == 1 else P("data")
+        params32 = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec)), PARAMS32)
         params, state = jaxmp.get_policy(part.policy).cast_to_param(params32), tx.init(params32)
-        before = types((params, state))
-        grads = jax.tree.map(lambda p: jnp.full_like(p, 64), params)
 
         @jax.jit
         def step(grads, state, params):
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
-        after = step(grads, state, params)
-        assert types(after) == before
+        after = step(jax.tree.map(lambda p: jnp.full_like(p, 64), params), state, params)
+        assert types(after) == types((params, state))
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("name", ["mixed_precision-fp32", "mixed_precision-keep_fp32", "unscale_and_skip"])
+@pytest.mark.parametrize("name", ["mixed_precision-keep_fp32", "mixed_precision-fp32", "unscale_and_skip"])
 def test_state_can_be_donated_and_the_transform_used_again(name):
     """Buffers are in the state once, and are the state's own: not the params', nor the transform's."""
     part = PARTS[name]
@@ -377,31 +351,6 @@ def test_inject_hyperparams_around():
     state.hyperparams["learning_rate"] = jnp.float32(0.5)
     params, state = step({"w": jnp.array([1.0], jnp.bfloat16)}, state, params)
     assert_close(params, {"w": jnp.array([2.5], jnp.bfloat16)})
-
-
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize(
-    "factory, arguments",
-    [
-        (jaxmp.clip_by_global_norm, {"max_norm": 1.0}),
-        (jaxmp.clip_by_global_norm, {"max_norm": lambda count: 1.0 + count}),
-        (jaxmp.reduce_gradients, {"predivide": 2.0, "dtype": jnp.float32}),
-        (jaxmp.unscale_and_skip, {"inner": optax.sgd(1.0), "loss_scale": 4.0}),
-        (jaxmp.mixed_precision, {"inner": optax.sgd(1.0), "policy": "fp32", "loss_scale": 4.0}),
-    ],
-    ids=["clip", "clip_schedule", "reduce", "unscale_and_skip", "mixed_precision"],
-)
-def test_inject_hyperparams_of_our_factories(factory, arguments):
-    """Validation looks at Python numbers only, so that traced hyperparameters pass; the numbers come out the same."""
-    plain_arguments = {k: v(0) if k == "max_norm" and callable(v) else v for k, v in arguments.items()}
-    static = [name for name in arguments if name == "dtype"]  # callable, so it would be taken for a schedule
-    injected = optax.inject_hyperparams(factory, static_args=static)(**arguments)
-    plain = factory(**plain_arguments)
-    params = params_for("fp32")
-    grads = grads_for(params)
-    got, _ = jax.jit(injected.update)(grads, injected.init(params), params)
-    expected, _ = plain.update(grads, plain.init(params), params)
-    assert_close(got, expected, rtol=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -490,8 +439,17 @@ def optimizer_step(name: str, tx: Any, grads: Any, state: Any, params: Any, valu
     return jaxmp.apply_gradients(tx, grads, state, params, **extra)
 
 
-def check_three_steps(name: str, step: Any, tx: Any) -> None:
+# with loops and branches inside, which eager execution compiles anew at each call; and two plain ones
+COMPILED = set("lbfgs muon partition-mixed galore mechanize MultiSteps-1 sophia adamw-mask noisy_sgd".split())
+
+
+@pytest.mark.thorough(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_survives_an_overflow(name):
     """Good, overflow, good: no error, a skip that changes nothing, finite state, and training that continues."""
+    tx = jaxmp.mixed_precision(OPTIMIZERS[name](), KEEP_NORMS)
+    step = functools.partial(optimizer_step, name, tx)
+    step = jax.jit(step) if name in COMPILED else step
     params32 = jax.tree.map(jnp.asarray, PARAMS32)
     state, params = tx.init(params32), KEEP_NORMS.cast_to_param(params32)
     before = types((params, state))
@@ -507,44 +465,10 @@ def check_three_steps(name: str, step: Any, tx: Any) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path((next_params, next_state)):
         if jnp.issubdtype(x.dtype, jnp.floating):
             assert np.all(np.isfinite(np.asarray(x, np.float64))), jax.tree_util.keystr(path)
-    masters, old_masters = (
-        jaxmp.get_master_params(s, p) for s, p in ((next_state, next_params), (skipped_state, skipped_params))
-    )
+    masters = jaxmp.get_master_params(next_state, next_params)
+    old_masters = jaxmp.get_master_params(skipped_state, skipped_params)
     assert not np.array_equal(masters["dense"]["kernel"], old_masters["dense"]["kernel"])
-    expected = KEEP_NORMS.cast_to_param(masters)
-    assert_exact(next_params, expected)
-
-
-def overflow_run(name: str, *, compiled: bool) -> None:
-    tx = jaxmp.mixed_precision(OPTIMIZERS[name](), KEEP_NORMS)
-    step = functools.partial(optimizer_step, name, tx)
-    check_three_steps(name, jax.jit(step) if compiled else step, tx)
-
-
-# with loops and branches inside, which eager execution compiles anew at each call; and two plain ones
-COMPILED = {
-    "lbfgs",
-    "muon",
-    "partition-mixed",
-    "galore",
-    "mechanize",
-    "MultiSteps-1",
-    "sophia",
-    "adamw-mask",
-    "noisy_sgd",
-}
-
-
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_survives_an_overflow(name):
-    overflow_run(name, compiled=name in COMPILED)
-
-
-@pytest.mark.thorough(0)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_survives_an_overflow_either_way(name):
-    overflow_run(name, compiled=name not in COMPILED)
+    assert_exact(next_params, KEEP_NORMS.cast_to_param(masters))
 
 
 def test_the_list_of_optimizers_is_complete():
@@ -577,17 +501,17 @@ def test_per_example_gradients():
 # ---------------------------------------------------------------------------------------------------------------------
 # fp32 is the inner optimizer
 
-PLAIN = [(name, False) for name in ("adamw-mask", "sgd-momentum", "adafactor", "lion", "multi_transform")]
-PLAIN += [(name, True) for name in ("adamw-mask", "sgd-momentum", "lion")]
+PLAIN = [(name, "eager") for name in ("adamw-mask", "sgd-momentum", "adafactor", "multi_transform")]
+PLAIN += [("adamw-mask", "jit")]
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("name, compiled", PLAIN, ids=lambda x: {False: "eager", True: "jit"}.get(x, x))
-def test_fp32_is_the_inner_optimizer(name, compiled):
+@pytest.mark.parametrize("name, how", PLAIN)
+def test_fp32_is_the_inner_optimizer(name, how):
     """Op by op to the bit; under jit to the roundings of each step: they are two programs."""
     plain = optax.with_extra_args_support(OPTIMIZERS[name]())
     wrapped = jaxmp.mixed_precision(OPTIMIZERS[name](), "fp32")
-    compile_it = jax.jit if compiled else lambda f: f
+    compile_it = jax.jit if how == "jit" else lambda f: f
     plain_update, wrapped_update = compile_it(plain.update), compile_it(wrapped.update)
     params = wrapped_params = jax.tree.map(jnp.asarray, PARAMS32)
     state, wrapped_state = plain.init(params), wrapped.init(params)
@@ -596,16 +520,10 @@ def test_fp32_is_the_inner_optimizer(name, compiled):
         grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), jnp.float32), PARAMS32)
         updates, state = plain_update(grads, state, params)
         wrapped_updates, wrapped_state = wrapped_update(grads, wrapped_state, wrapped_params)
-        got, expected = (wrapped_updates, wrapped_state.optimizer_state), (updates, state)
-        if compiled:
-            assert_within_ulps(got, expected, 4 * step)
+        params = optax.apply_updates(params, updates)
+        wrapped_params = optax.apply_updates(wrapped_params, wrapped_updates)
+        ours, theirs = (wrapped_params, wrapped_updates, wrapped_state.optimizer_state), (params, updates, state)
+        if how == "jit":
+            assert_within_ulps(ours, theirs, 4 * step)
         else:
-            assert_same_program(got, expected)
-        params, wrapped_params = (
-            optax.apply_updates(params, updates),
-            optax.apply_updates(wrapped_params, wrapped_updates),
-        )
-    if compiled:
-        assert_within_ulps(wrapped_params, params, 4 * step)
-    else:
-        assert_same_program(wrapped_params, params)
+            assert_same_program(ours, theirs)

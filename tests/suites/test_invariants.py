@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 import jaxmp
-from helpers import assert_exact, assert_moved, assert_same_program
+from helpers import assert_exact, assert_moved
 from regimes import guarded
 
 INITIAL = {"a": np.float32([1.0, -0.0, -2.5]), "b": np.float32([0.0, 1e-7, 40000.0]), "kept": np.float32([-0.0, 3.0])}
@@ -45,9 +45,7 @@ CONFIGS = {
         scale=dict(initial_scale=2.0, growth_interval=3, hysteresis=2, min_scale=1.0, max_scale=8.0, refill="step")
     ),
     "fp16-factors": Config(
-        scale=dict(
-            initial_scale=16.0, growth_factor=4.0, backoff_factor=0.125, growth_interval=1, hysteresis=1, min_scale=1.0
-        ),
+        scale=dict(initial_scale=16.0, growth_factor=4.0, backoff_factor=0.125, growth_interval=1, hysteresis=1),
         skip_if=True,
     ),
     "fp16-static": Config(scale=8.0),
@@ -62,12 +60,7 @@ def policy_of(config):
     return jaxmp.get_policy(name, keep_fp32=("kept",))
 
 
-def loss_scale_of(config):
-    return jaxmp.DynamicLossScale(**config.scale) if isinstance(config.scale, dict) else config.scale
-
-
 def is_spike(grads, metrics):
-    del metrics
     return jaxmp.global_norm(grads, ord=np.inf) > SPIKE
 
 
@@ -75,13 +68,11 @@ def is_spike(grads, metrics):
 def program(name):
     """The chain of a configuration and its compiled step: shared by all examples."""
     config = CONFIGS[name]
-    inner = optax.chain(
-        optax.trace(decay=float(MOMENTUM)), optax.scale_by_schedule(lambda count: -float(LEARNING_RATE))
-    )
+    schedule = optax.scale_by_schedule(lambda count: -float(LEARNING_RATE))
     tx = jaxmp.mixed_precision(
-        inner,
+        optax.chain(optax.trace(decay=float(MOMENTUM)), schedule),
         policy_of(config),
-        loss_scale=loss_scale_of(config),
+        loss_scale=jaxmp.DynamicLossScale(**config.scale) if isinstance(config.scale, dict) else config.scale,
         skip_if=is_spike if config.skip_if else None,
     )
     return tx, jax.jit(functools.partial(jaxmp.apply_gradients, tx))
@@ -209,31 +200,20 @@ class Machine(RuleBasedStateMachine):
             self.step({k: np.ones(v.shape) for k, v in INITIAL.items()}, [(place, value) for place in places])
 
     @precondition(lambda self: self.config.dtype != np.float16)
-    @rule(place=PLACES, value=st.sampled_from([2.0**21, -(2.0**100)]))
+    @rule(place=PLACES, value=st.sampled_from([2.0**21, 2.0**47, 2.0**48, -(2.0**48), -(2.0**100), 3.0e38]))
     def spike(self, place, value):
-        """Finite and huge: a reason of the user's own to skip."""
-        true = {k: np.zeros(v.shape) for k, v in INITIAL.items()}
-        true[place[0]][place[1]] = value
-        self.step(true)
-
-    @precondition(lambda self: self.config.dtype != np.float16)
-    @rule(place=PLACES, value=st.sampled_from([2.0**47, 2.0**48, -(2.0**48), 3.0e38]))
-    def at_the_limit(self, place, value):
-        """Finite gradients, of which the first is taken, bar a `skip_if`, and the others skip the step."""
+        """Finite and huge: a reason of the user's own to skip; from 2^48 on it always is one."""
         true = {k: np.zeros(v.shape) for k, v in INITIAL.items()}
         true[place[0]][place[1]] = value
         self.step(true)
 
     @invariant()
-    def params_are_the_rounded_masters_of_the_rewrite(self):
+    def params_masters_and_inner_state_are_those_of_the_rewrite(self):
         naive = self.naive
         assert_exact(self.params, naive.params())
         assert_exact(jaxmp.get_master_params(self.state, self.params), naive.masters)
-
-    @invariant()
-    def the_inner_state_is_that_of_the_rewrite(self):
-        assert_exact(optax.tree.get(self.state, "trace"), self.naive.velocity)
-        assert int(self.state.optimizer_state[1].count) == self.naive.count
+        assert_exact(optax.tree.get(self.state, "trace"), naive.velocity)
+        assert int(self.state.optimizer_state[1].count) == naive.count
 
     @invariant()
     def scale_and_counters_are_those_of_the_rewrite(self):
@@ -271,128 +251,11 @@ class Machine(RuleBasedStateMachine):
         assert jax.tree.map(jax.typeof, (self.params, self.state)) == self.types
 
 
-def run_machine(name, examples, steps):
-    machine = type(f"Machine_{name}", (Machine,), {"name": name})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-    assert program(name)[1]._cache_size() == 1  # compiled once, for all runs together
-
-
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_invariants(name):
-    run_machine(name, examples=6, steps=12)
-
-
-@pytest.mark.thorough(0)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_invariants_at_length(name):
-    run_machine(name, examples=100, steps=50)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the same on two devices, one of which may be bad
-
-
-@functools.cache
-def parallel_program(name):
-    tx, _ = program(name)
-
-    def step(scaled, state, params):
-        grads = jax.tree.map(lambda g: jax.lax.pmean(g.astype(jnp.float32), "data").astype(g.dtype), scaled)
-        return jaxmp.apply_gradients(tx, grads, state, params)
-
-    def step_unreduced(scaled, state, params):
-        return jaxmp.apply_gradients(tx, scaled, state, params)
-
-    devices = jax.devices()[:2]
-    return tuple(jax.pmap(f, axis_name="data", devices=devices) for f in (step, step_unreduced))
-
-
-class ParallelMachine(RuleBasedStateMachine):
-    """Two devices with data of their own: they agree on every bit after every step."""
-
-    name = "fp16"
-
-    def __init__(self):
-        super().__init__()
-        self.config = CONFIGS[self.name]
-        tx, _ = program(self.name)
-        self.reduced, self.unreduced = parallel_program(self.name)
-        params32 = jax.tree.map(jnp.asarray, INITIAL)
-        once = policy_of(self.config).cast_to_param(params32), tx.init(params32)
-        self.params, self.state = jax.tree.map(lambda x: jnp.stack([x, x]), once)
-
-    def scaled(self, true):
-        scale = np.asarray(jaxmp.get_loss_scale(self.state))[0]
-        dtype = {"kept": np.float32}
-        with np.errstate(all="ignore"):
-            return {
-                k: np.stack([np.full(v.size, np.float32(g) * scale) for g in true]).astype(
-                    dtype.get(k, self.config.dtype)
-                )
-                for k, v in INITIAL.items()
-            }
-
-    def step(self, apply, scaled, *, skips):
-        before = self.params, self.state
-        self.params, self.state = apply(scaled, self.state, self.params)
-        assert np.asarray(self.state.skipped).tolist() == [skips, skips]
-        if skips:
-            assert_moved((self.params, guarded(self.state)), (before[0], guarded(before[1])))
-
-    @rule(true=st.tuples(st.sampled_from([0.0, 0.5, -1.0]), st.sampled_from([0.25, -2.0, 3.0])))
-    def good(self, true):
-        self.step(self.reduced, self.scaled(true), skips=False)
-
-    @rule(device=st.integers(0, 1), place=PLACES, value=BAD_VALUES, reduce=st.booleans())
-    def overflow_on_one(self, device, place, value, reduce):
-        """With or without a mean before it: the flag alone makes the decision common."""
-        scaled = self.scaled((1.0, 1.0))
-        scaled[place[0]][device, place[1]] = value
-        self.step(self.reduced if reduce else self.unreduced, scaled, skips=True)
-
-    @rule(values=st.permutations([np.nan, 1.0]))
-    def nan_in_all_of_one(self, values):
-        """What a MAX over values, and not over flags, would lose."""
-        self.step(self.unreduced, self.scaled(values), skips=True)
-
-    @invariant()
-    def devices_agree(self):
-        everything = jax.device_get((self.params, self.state))
-        first, second = (jax.tree.map(lambda x, i=i: x[i], everything) for i in range(2))
-        assert_same_program(first, second)
-
-    @invariant()
-    def params_are_the_rounded_masters(self):
-        masters = jax.device_get(jaxmp.get_master_params(self.state, self.params))
-        assert_exact(
-            self.params,
-            {k: cast(m, np.float32 if k == "kept" else self.config.dtype) for k, m in masters.items()},
-        )
-
-
-def run_parallel(examples, steps):
-    run_state_machine_as_test(
-        ParallelMachine,
-        settings=settings(
-            max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
-
-
-@pytest.mark.thorough(0)
-def test_devices_agree():
-    run_parallel(examples=4, steps=10)
-
-
-@pytest.mark.thorough(0)
-def test_devices_agree_at_length():
-    run_parallel(examples=60, steps=40)
+def test_invariants(name, request):
+    machine = type(f"Machine_{name}", (Machine,), {"name": name})
+    examples, steps = (12, 40) if request.config.getoption("all") else (6, 12)
+    options = {"max_examples": examples, "stateful_step_count": steps, "suppress_health_check": list(HealthCheck)}
+    run_state_machine_as_test(machine, settings=settings(deadline=None, **options))
+    assert program(name)[1]._cache_size() == 1  # compiled once, for all runs together

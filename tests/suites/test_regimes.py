@@ -16,21 +16,18 @@ from helpers import assert_close, assert_moved
 from regimes import AXIS, DEVICES, REGIMES, SAMPLE, make_job, trace_of
 
 FRAMEWORKS, DTYPES = ("plain", "linen", "nnx", "fused"), ("fp16", "bf16")
-MATRIX = [(*case, 1) for case in itertools.product(REGIMES, FRAMEWORKS, DTYPES)]
-MATRIX += [(regime, "plain", dtype, 2) for regime, dtype in itertools.product(REGIMES, DTYPES)]
-CASES = [
-    pytest.param(*case, id="-".join(map(str, case)), marks=() if case in SAMPLE else pytest.mark.thorough(0))
-    for case in MATRIX
-]
+# All of the plain job and of float16; the frameworks' own code does not ask for the dtype.
+CASES = [*SAMPLE]
+CASES += [(regime, framework, "fp16", 1) for regime, framework in itertools.product(REGIMES, FRAMEWORKS)]
+CASES += [(regime, "plain", "bf16", 2) for regime in REGIMES]
+CASES = sorted(set(CASES))
 
 
 def test_the_sample_has_each_regime_framework_and_dtype():
-    assert set(SAMPLE) <= set(MATRIX)
     assert {regime for regime, *_ in SAMPLE} == set(REGIMES)
     assert {framework for _, framework, *_ in SAMPLE} == set(FRAMEWORKS)
-    assert {(framework, dtype) for _, framework, dtype, _ in SAMPLE} >= set(
-        itertools.product(("plain", "fused"), DTYPES)
-    )
+    chosen = {(framework, dtype) for _, framework, dtype, _ in SAMPLE}
+    assert chosen >= set(itertools.product(("plain", "fused"), DTYPES))
 
 
 @pytest.mark.thorough(0)
@@ -54,54 +51,42 @@ def test_devices_that_share_no_gradients_still_decide_together(spread):
     tx = jaxmp.mixed_precision(
         optax.adam(0.1), "fp16", loss_scale=jaxmp.DynamicLossScale(4.0, hysteresis=1, growth_interval=2)
     )
-    params32 = {"w": jnp.asarray(np.arange(DEVICES * 3, dtype=np.float32).reshape(DEVICES, 3))}
+    params32 = {"w": np.arange(DEVICES * 3, dtype=np.float32).reshape(DEVICES, 3)}
 
     def init(params32):
-        params = jaxmp.get_policy("fp16").cast_to_param(params32)
-        opt_state = tx.init(params32)
-        return {"params": params, "opt_state": opt_state}
+        return jaxmp.get_policy("fp16").cast_to_param(params32), tx.init(params32)
 
     def step(state, factor):
         def loss_fn(params):
             return jnp.sum(params["w"].astype(jnp.float32) * factor)
 
-        _, grads = jaxmp.value_and_grad(loss_fn)(state["params"], opt_state=state["opt_state"])
-        params, opt_state = jaxmp.apply_gradients(tx, grads, state["opt_state"], state["params"])
-        return {"params": params, "opt_state": opt_state}
+        _, grads = jaxmp.value_and_grad(loss_fn)(state[0], opt_state=state[1])
+        return jaxmp.apply_gradients(tx, grads, state[1], state[0])
 
     if spread == "pmap":
-        init, step = (
-            jax.pmap(init, AXIS, devices=jax.devices()[:DEVICES]),
-            jax.pmap(step, AXIS, devices=jax.devices()[:DEVICES]),
-        )
-        state = init(params32)
+        init, step = (jax.pmap(f, AXIS, devices=jax.devices()[:DEVICES]) for f in (init, step))
     else:
         # params differ from device to device; scale and counters leave as replicated, which check_vma proves
-        per_device = {"params": P(AXIS), "opt_state": spec_of_local_state(jax.eval_shape(tx.init, params32))}
+        local = jax.tree.map(lambda x: P(AXIS) if x.ndim else P(), jax.eval_shape(init, params32))
         spread_over = functools.partial(jax.shard_map, mesh=regimes.mesh_of(), check_vma=spread == "shard_map")
-        init = jax.jit(spread_over(init, in_specs=P(AXIS), out_specs=per_device))
-        step = jax.jit(spread_over(step, in_specs=(per_device, P(AXIS)), out_specs=per_device))
-        state = init(params32)
+        init = jax.jit(spread_over(init, in_specs=P(AXIS), out_specs=local))
+        step = jax.jit(spread_over(step, in_specs=(local, P(AXIS)), out_specs=local))
 
+    state = init(params32)
     good = np.ones((DEVICES, 1), np.float32)
     bad = np.where(np.arange(DEVICES)[:, None] == 2, np.float32(np.inf), good)
     skipped, scales, moved = [], [], []
     for factor in (good, bad, bad, good, good):
-        before = np.asarray(state["params"]["w"])
+        before = np.asarray(state[0]["w"])
         state = step(state, factor)
-        metrics = jaxmp.get_metrics(state["opt_state"])
+        metrics = jaxmp.get_metrics(state[1])
         skipped.append(sorted({bool(s.data.item()) for s in metrics["skipped"].addressable_shards}))
         scales.append(sorted({s.data.item() for s in metrics["loss_scale"].addressable_shards}))
         assert len(metrics["skipped"].addressable_shards) == DEVICES
-        moved.append(np.any(np.asarray(state["params"]["w"]) != before, axis=-1).tolist())
+        moved.append(np.any(np.asarray(state[0]["w"]) != before, axis=-1).tolist())
     assert skipped == [[False], [True], [True], [False], [False]]
     assert scales == [[4.0], [2.0], [1.0], [1.0], [2.0]]
     assert moved == [[not s[0]] * DEVICES for s in skipped]
-
-
-def spec_of_local_state(opt_state):
-    """P("data") for what belongs to the params (arrays here), P() for the scalars that all devices share."""
-    return jax.tree.map(lambda x: P(AXIS) if x.ndim else P(), opt_state)
 
 
 @pytest.mark.thorough(1)
@@ -147,17 +132,13 @@ def test_axis_name_none_would_let_devices_diverge_and_is_an_error(spread):
     tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=4.0, axis_name=None)
     params = jnp.ones((DEVICES, 2), jnp.float16)
 
-    def step(params, grads):
-        return jaxmp.apply_gradients(tx, grads, tx.init(params), params)[0]
+    def step(params):
+        return jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, params), tx.init(params), params)[0]
 
-    if spread == "pmap":
-        step = jax.pmap(step, AXIS, devices=jax.devices()[:DEVICES])
-    else:
-        step = jax.jit(jax.shard_map(step, mesh=regimes.mesh_of(), in_specs=P(AXIS), out_specs=P(AXIS)))
-    with pytest.raises(
-        ValueError, match=r"axis_name=None is for no bound axes; \('data',\) are bound, so devices would diverge"
-    ):
-        step(params, params)
-    # where there are no such axes it is what it says
-    new = jax.jit(lambda p: jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, p), tx.init(p), p)[0])(params)
-    assert_close(new, np.full((DEVICES, 2), 0.75, np.float16))
+    over_devices = jax.pmap(step, AXIS, devices=jax.devices()[:DEVICES])
+    if spread == "shard_map":
+        over_devices = jax.shard_map(step, mesh=regimes.mesh_of(), in_specs=P(AXIS), out_specs=P(AXIS))
+    message = r"axis_name=None is for no bound axes; \('data',\) are bound, so devices would diverge"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(over_devices, params)
+    assert_close(jax.jit(step)(params), np.full((DEVICES, 2), 0.75, np.float16))  # without such axes it is what it says

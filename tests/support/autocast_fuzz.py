@@ -11,11 +11,8 @@ Each float argument comes from a 16-bit matmul, which leaves its value as it is.
 The same holds under vmap (inside and outside), scan, while and cond, and for the gradient of a weighted sum.
 """
 
-import argparse
 import functools
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +21,6 @@ import numpy as np
 from jax import lax
 
 import campaigns
-import helpers
 import jaxmp
 import public_functions
 from public_functions import FUNCTIONS
@@ -55,30 +51,31 @@ def twice(args: Any) -> Any:
     return [jnp.stack([x, x]) for x in args]
 
 
+def second(results: Any) -> Any:
+    return [x[1] for x in results]
+
+
 def in_scan(fn: Any) -> Any:
-    return lambda *args: [
-        x[1] for x in lax.scan(lambda c, xs: (c, fn(*xs)), 0, tuple(jnp.stack([x, x]) for x in args))[1]
-    ]
+    return lambda *args: second(lax.scan(lambda c, xs: (c, fn(*xs)), 0, tuple(twice(args)))[1])
 
 
 def in_vmap(fn: Any) -> Any:
-    return lambda *args: [x[1] for x in jax.vmap(fn)(*twice(args))]
+    return lambda *args: second(jax.vmap(fn)(*twice(args)))
+
+
+def zeros_of(fn: Any, *args: Any) -> Any:
+    return [jnp.zeros(s.shape, s.dtype) for s in jax.eval_shape(fn, *args)]
 
 
 def in_while(fn: Any) -> Any:
-    def run(*args: Any) -> Any:
-        zeros = [jnp.zeros(s.shape, s.dtype) for s in jax.eval_shape(fn, *args)]
-        return lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, fn(*args)), (0, zeros))[1]
-
-    return run
+    return lambda *args: lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, fn(*args)), (0, zeros_of(fn, *args)))[
+        1
+    ]
 
 
 def in_cond(fn: Any) -> Any:
-    def run(*args: Any) -> Any:
-        zeros = lambda *args: [jnp.zeros(s.shape, s.dtype) for s in jax.eval_shape(fn, *args)]  # noqa: E731
-        return lax.cond(jnp.ravel(args[0])[0] > -1e4, fn, zeros, *args)
-
-    return run
+    zeros = functools.partial(zeros_of, fn)
+    return lambda *args: lax.cond(jnp.ravel(args[0])[0] > -1e4, fn, zeros, *args)
 
 
 OVER = {"plain": lambda fn: fn, "vmap": in_vmap, "scan": in_scan, "while": in_while, "cond": in_cond}
@@ -110,37 +107,32 @@ def program(name: str, dtype: Any, over: Any, seed: int) -> tuple[Any, Any]:
     shapes = jax.eval_shape(plain, *args)
     rng = np.random.default_rng(seed + 1)
     weights = [rng.uniform(0.5, 1.5, s.shape).astype(np.float32) for s in shapes if is_float(s)]
-    has_gradient = bool(floats and weights) and _is_differentiable(plain, floats, weights, args)
+    has_gradient = bool(floats and weights) and _runs(weighted(plain, floats, weights), args)
     cast = [x.astype(dtype) if x.dtype == np.float32 else x for x in args]
     by_hand = lambda *args: [jnp.asarray(x) for x in jax.tree.leaves(fn(*args))]  # noqa: E731
     has_by_hand = _runs(by_hand, cast)
 
     def run(args: Any, cast: Any) -> Any:
-        found: dict[str, Any] = {"exact": plain(*args)}
-        grads: dict[str, Any] = {}
+        values, grads = {"exact": plain(*args)}, {}
         if has_by_hand:
-            found["by hand"] = by_hand(*cast)
+            values["by hand"] = by_hand(*cast)
         auto = functools.partial(jaxmp.autocast, dtype=dtype)
         for how in over:
-            found[how] = auto(OVER[how](plain))(*args)
+            values[how] = auto(OVER[how](plain))(*args)
         if "vmap" in over:
-            found["outer vmap"] = in_vmap(auto(plain))(*args)
+            values["outer vmap"] = in_vmap(auto(plain))(*args)
         if has_gradient:
             grads["exact"] = weighted(plain, floats, weights)(*args)
-            if has_by_hand and _is_differentiable(by_hand, floats, weights, cast):
+            if has_by_hand and _runs(weighted(by_hand, floats, weights), cast):
                 grads["by hand"] = weighted(by_hand, floats, weights)(*cast)
             for how in over:
                 if how not in WITHOUT_REVERSE:
                     grads[how] = weighted(auto(OVER[how](plain)), floats, weights)(*args)
             if "plain" in over:
                 grads["inner"] = auto(weighted(plain, floats, weights))(*args)
-        return found, grads
+        return values, grads
 
     return run, (args, cast)
-
-
-def _is_differentiable(fn: Any, floats: Any, weights: Any, args: Any) -> bool:
-    return _runs(weighted(fn, floats, weights), args)
 
 
 def _runs(fn: Any, args: Any) -> bool:
@@ -155,9 +147,9 @@ def check(name: str, dtype: Any, over: Any = tuple(OVER), seed: int = 0) -> int:
     """Raises an AssertionError for a function that autocast makes wrong. Returns how many results were compared."""
     with jax.numpy_rank_promotion("allow"):
         run, arguments = program(name, dtype, over, seed)
-        found, grads = jax.jit(run, compiler_options=QUICK)(*arguments)
+        values, grads = jax.jit(run, compiler_options=QUICK)(*arguments)
     compared = 0
-    for kind, results in (("value", found), ("gradient", grads)):
+    for kind, results in (("value", values), ("gradient", grads)):
         for how, got in results.items():
             if how in ("exact", "by hand"):
                 continue
@@ -193,43 +185,43 @@ def _compare(what: str, y: Any, exact: Any, by_hand: Any, dtype: Any, kind: str)
 NAMES = sorted(FUNCTIONS)
 
 
+def _row_of(name: str, seed: int) -> dict[str, Any]:
+    """How many results of a function were compared, and what was wrong."""
+    compared, wrong = dict.fromkeys(DTYPES, 0), []
+    for dtype in DTYPES:
+        try:
+            compared[dtype] = check(name, DTYPES[dtype], seed=seed)
+        except AssertionError as e:
+            wrong.append(str(e))
+        except Exception as e:
+            wrong.append(f"{name}, {dtype}: {type(e).__name__}: {e}")
+    return {"compared": compared, "wrong": wrong}
+
+
 def main() -> int:
     """The campaign."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = campaigns.parser_of(__doc__)
     parser.add_argument(
         "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every N-th, from the I-th"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="where results go; a file of an interrupted run is continued")
     arguments = parser.parse_args()
     index, parts = arguments.part
-    command = f"python tests/support/autocast_fuzz.py --seed {arguments.seed}"
     names = NAMES[index::parts]
-    rows = [row for row in campaigns.rows_before(arguments.json, command) if not row["wrong"]]
-    ran = {row["function"] for row in rows}
-    for name in helpers.shown(names, "functions"):
-        if name in ran:
-            continue
-        start = time.perf_counter()
-        compared, wrong = dict.fromkeys(DTYPES, 0), []
-        for dtype in DTYPES:
-            try:
-                compared[dtype] = check(name, DTYPES[dtype], seed=arguments.seed)
-            except AssertionError as e:
-                wrong.append(str(e))
-            except Exception as e:
-                wrong.append(f"{name}, {dtype}: {type(e).__name__}: {e}")
-        jax.clear_caches()
-        rows = sorted([*rows, {"function": name, "compared": compared, "wrong": wrong}], key=lambda r: r["function"])
-        counted = {
-            "functions": len(rows),
-            "functions_not_run": len(names) - len(rows),
-            "compared": sum(sum(row["compared"].values()) for row in rows),
-        }
-        failed = [message for row in rows for message in row["wrong"]]
-        campaigns.write(arguments.json, command, counted, ("wrong", failed), rows)
-        print(f"{name}: {compared}, {time.perf_counter() - start:.1f} s", *wrong, sep="\n  ", flush=True)
-    return 1 if any(row["wrong"] for row in rows) else 0
+
+    def summary(rows: list[Any], wrong: list[str]) -> dict[str, Any]:
+        compared = sum(sum(row["compared"].values()) for row in rows)
+        not_run = len(NAMES) - len(rows)
+        return {"functions": len(rows), "functions_not_run": not_run, "compared": compared, "wrong": wrong}
+
+    return campaigns.one_by_one(
+        arguments.json,
+        f"python tests/support/autocast_fuzz.py --seed {arguments.seed}",
+        "function",
+        zip(names, names, strict=True),
+        lambda name: _row_of(name, arguments.seed),
+        lambda row: row["wrong"],
+        summary,
+    )
 
 
 if __name__ == "__main__":

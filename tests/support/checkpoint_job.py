@@ -12,9 +12,7 @@ on one device within the rounding of the gradients.
     python tests/support/checkpoint_job.py --kills 50 [--elastic]
 """
 
-import argparse
 import functools
-import hashlib
 import json
 import os
 import pathlib
@@ -28,9 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint
 from jax.sharding import AxisType
 
+import campaigns
 import helpers
 import jaxmp
 
@@ -71,11 +69,7 @@ def batch(step):
 
 def digest(tree, layout=None):
     """A number for every bit of a tree, padding aside."""
-    tree = tree if layout is None else jaxmp.fsdp.trim(tree, layout)
-    found = hashlib.sha256()
-    for x in jax.tree.leaves(tree):
-        found.update(np.asarray(x).tobytes())
-    return found.hexdigest()[:16]
+    return helpers.digest(tree if layout is None else jaxmp.fsdp.trim(tree, layout))
 
 
 def live(directory, log, parent, devices):
@@ -135,16 +129,24 @@ def _has_ended(child):
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
+def unbroken(last):
+    """The run that was never killed: (step, params, opt_state) from before the first step, -1, on."""
+    params32, tx, _, _, train_step = make_job()
+    params, opt_state = jaxmp.get_policy(POLICY).cast_to_param(params32), tx.init(params32)
+    yield -1, params, opt_state
+    for step in range(last + 1):
+        params, opt_state = train_step(params, opt_state, batch(step))
+        yield step, params, opt_state
+
+
 def judge(lives):
     """Compares all lives with one that was never killed. -> a summary; an AssertionError says what was lost."""
     elastic = any(life["devices"] > 1 for life in lives)
     last = max(int(n) for life in lives for what, n, _ in life["lines"] if what != "finished")
-    params32, tx, _, _, train_step = make_job()
-    params, opt_state = jaxmp.get_policy(POLICY).cast_to_param(params32), tx.init(params32)
-    twin = {-1: digest((params, opt_state))}
-    for step in range(last + 1):
-        params, opt_state = train_step(params, opt_state, batch(step))
+    twin = {}
+    for step, params, opt_state in unbroken(last):
         twin[step] = digest((params, opt_state))
+        skipped = int(opt_state.skipped_steps)
     # With other devices a step rounds its gradients in another way: what an earlier life was at a step may be restored.
     seen = {-1: {twin[-1]}}
     finished, reached, lost, steps, moves = -1, -1, [], 0, set()
@@ -175,7 +177,7 @@ def judge(lives):
         "kills": len(lives),
         "steps_trained": steps,
         "last_step": last,
-        "skipped_steps_of_the_twin": int(opt_state.skipped_steps),
+        "skipped_steps_of_the_twin": skipped,
         "most_steps_trained_again": max(lost),
         "killed_before_it_had_restored": len(lives) - len(lost),
         "restored_bit_for_bit": len(lost),
@@ -183,7 +185,7 @@ def judge(lives):
     }
 
 
-def distance(directory, masters):
+def distance(directory):
     """How far the trained weights lie from those of the unbroken run at the same step, as a share of their way."""
     params32, tx, _, _, _ = make_job()
     params = jaxmp.get_policy(POLICY).cast_to_param(params32)
@@ -191,29 +193,19 @@ def distance(directory, masters):
         if steps.latest_step() is None:  # all lives were short
             return 0.0
         step, params, opt_state, *_ = jaxmp.checkpoint.restore(steps, tx, params=params)
-    found = jaxmp.get_master_params(opt_state, params)
+    masters = jaxmp.get_master_params(opt_state, params)
+    *_, (_, params, opt_state) = unbroken(step)
+    twin = jaxmp.get_master_params(opt_state, params)
     norm = lambda a, b: float(np.sqrt(sum(np.sum(np.square(a[k] - b[k])) for k in a)))  # noqa: E731
-    return norm(found, masters(step)) / max(norm(masters(step), params32), 1e-6)
-
-
-def masters_at(step):
-    """The weights of the unbroken run after a step."""
-    params32, tx, _, _, train_step = make_job()
-    params, opt_state = jaxmp.get_policy(POLICY).cast_to_param(params32), tx.init(params32)
-    for i in range(step + 1):
-        params, opt_state = train_step(params, opt_state, batch(i))
-    return jaxmp.get_master_params(opt_state, params)
+    return norm(masters, twin) / max(norm(twin, params32), 1e-6)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50)
+    parser = campaigns.parser_of(__doc__, "--kills", 50)
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="how long a life may last; of most, from its first step"
     )
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--elastic", action="store_true", help="another number of devices in each life")
-    parser.add_argument("--out", help="where to write the record")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         steps = pathlib.Path(directory) / "steps"
@@ -221,20 +213,16 @@ def main():
         left = sorted(x.name for x in steps.iterdir() if not x.name.startswith("."))
         record = judge(lives) | {"left_behind": left}
         if args.elastic:
-            record["share_of_the_way_from_the_twin"] = share = round(distance(steps, masters_at), 5)
+            record["share_of_the_way_from_the_twin"] = share = round(distance(steps), 5)
             # Adam's first step goes by the signs of the gradients: one of 2,312 that rounds to the other side of zero
             # is 0.04 of the way. A step that is lost is far more, at any length.
             most = max(0.02, 0.2 / (1 + record["last_step"]))
             assert share < most, f"the weights lie {share} of their way from those of the unbroken run"
-    record["versions"] = {"jax": jax.__version__, "orbax": orbax.checkpoint.__version__}
-    name = "elastic" if args.elastic else "one_device"
+    record["versions"] = campaigns.versions("orbax-checkpoint")
     flags = f"--kills {args.kills} --seed {args.seed}" + " --elastic" * args.elastic
     record["command"] = f"python tests/support/checkpoint_job.py {flags}"
     print(json.dumps(record, indent=2))
-    if args.out:
-        out = pathlib.Path(args.out)
-        found = json.loads(out.read_text()) if out.exists() else {}
-        out.write_text(json.dumps(found | {name: record}, indent=2) + "\n")
+    campaigns.save(args.json, campaigns.read(args.json) | {"elastic" if args.elastic else "one_device": record})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ off, a block of zeros, a deleted file. Then it is restored, and compared with wh
     python tests/support/corruption.py --cases 1000
 """
 
-import argparse
 import collections
 import json
 import logging
@@ -19,8 +18,8 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint
 
+import campaigns
 import helpers
 import jaxmp
 
@@ -73,20 +72,20 @@ def damage(file, kind, chance):
         file.unlink()
         return "deleted"
     data = bytearray(file.read_bytes())
-    at = chance.randrange(max(size, 1))
+    at, words = chance.randrange(max(size, 1)), ""
     if kind == "cut":
-        file.write_bytes(data[:at])
-        return f"cut to {at} of {size} bytes"
-    if kind == "zeros":
+        data, words = data[:at], f"cut to {at} of {size} bytes"
+    elif kind == "zeros":
         length = chance.choice((1, 16, 256, 4096))
         data[at : at + length] = bytes(min(length, size - at))
-        file.write_bytes(data)
-        return f"{length} zeros at {at} of {size}"
-    bit = chance.randrange(8)
-    if size:
-        data[at] ^= 1 << bit
+        words = f"{length} zeros at {at} of {size}"
+    else:
+        bit = chance.randrange(8)
+        if size:
+            data[at] ^= 1 << bit
+        words = f"bit {bit} of byte {at} of {size} flipped"
     file.write_bytes(data)
-    return f"bit {bit} of byte {at} of {size} flipped"
+    return words
 
 
 def run(directory, cases, seed=0):
@@ -107,47 +106,41 @@ def run(directory, cases, seed=0):
         # One half hits any file, one half the files in proportion to their size, where the arrays are.
         sizes = [(base / "whole" / x).stat().st_size for x in files]
         (name,) = [chance.choice(files)] if chance.random() < 0.5 else chance.choices(files, sizes)
-        told = f"{name}: {damage(base / 'run' / '2' / name, kind, chance)}"
+        what = f"{name}: {damage(base / 'run' / '2' / name, kind, chance)}"
         try:
             with jaxmp.checkpoint.manager(base / "run", read_only=True) as steps:
-                found = jaxmp.checkpoint.restore(steps, TX, params=like, extra=EXTRA, step=2)
-                same = digest((found.params, found.opt_state, found.extra)) == expected
+                restored = jaxmp.checkpoint.restore(steps, TX, params=like, extra=EXTRA, step=2)
+                same = digest((restored.params, restored.opt_state, restored.extra)) == expected
                 same = same and jaxmp.checkpoint.read_metadata(steps, 2) == about
             outcome = "restored as it was saved" if same else "silently wrong"
             if not same:
-                wrong.append(told)
+                wrong.append(what)
         except ValueError as e:
             outcome = "an error that names the other step"
             if "Other steps there: [1]" not in str(e):
-                unnamed.append(f"{told}: {str(e)[:300]}")
+                unnamed.append(f"{what}: {str(e)[:300]}")
                 outcome = "another error"
         counts[f"{kind}: {outcome}"] += 1
     return counts, wrong, unnamed
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="where to write the record")
-    args = parser.parse_args()
+    arguments = campaigns.parser_of(__doc__, "--cases", 1000).parse_args()
     logging.disable(logging.CRITICAL)  # Orbax and its threads log each failed read
     with tempfile.TemporaryDirectory() as directory:
-        counts, wrong, unnamed = run(directory, args.cases, args.seed)
+        counts, wrong, unnamed = run(directory, arguments.cases, arguments.seed)
     record = {
-        "cases": args.cases,
+        "cases": arguments.cases,
         "silently_wrong": len(wrong),
         "outcomes": dict(sorted(counts.items())),
         "wrong": wrong,
         "other_errors": unnamed[:10],
-        "versions": {"jax": jax.__version__, "orbax": orbax.checkpoint.__version__},
-        "command": f"python tests/support/corruption.py --cases {args.cases} --seed {args.seed}",
+        "versions": campaigns.versions("orbax-checkpoint"),
+        "command": f"python tests/support/corruption.py --cases {arguments.cases} --seed {arguments.seed}",
     }
-    text = json.dumps(record, indent=2)
-    print(text)
-    if args.json:
-        pathlib.Path(args.json).write_text(text + "\n")
-    return 1 if wrong else 0
+    print(json.dumps(record, indent=2))
+    campaigns.save(arguments.json, record)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -19,12 +19,9 @@ of its dtype or another huge one (1e3 to 3e38) at a random place. What must hold
 The next fault starts from the injured state, so that faults add up; after some it starts anew.
 """
 
-import argparse
 import collections
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +31,6 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import campaigns
-import helpers
 import jaxmp
 import regimes
 from fp8_model import matmul, scale_leaves
@@ -54,17 +50,10 @@ MESH = regimes.mesh_of()
 
 
 class World(NamedTuple):
-    """One model in one regime.
+    """One model in one regime: a compiled `(state, batch with a fault) -> state`, and where it starts.
 
-    Attributes:
-      step: `(state, batch with a fault) -> state`, compiled.
-      state: where it starts, placed on the devices.
-      shard: places a batch.
-      copies: what each device holds of a state.
-      names: of the leaves that gradients have, in order.
-      limits: the largest finite number of each gradient's dtype.
-      shares: how many devices average a gradient, of which one has the fault.
-      has_scale: whether there is a dynamic loss scale.
+    `shard` places a batch, `copies` has what each device holds of a state. Of the gradients there are the paths and the
+    largest number of each, and how many devices average one, of which one has the fault.
     """
 
     step: Callable[..., Any]
@@ -112,9 +101,9 @@ def make_world(regime_name: str, precision: str) -> World:
     recipe = RECIPE if in_fp8 else None
     tx = jaxmp.mixed_precision(optax.adam(RATE), policy, loss_scale=scale, recipe=recipe)
     is_fsdp = regime_name == "shard_map_fsdp"
-    regime = regimes.SINGLE if regime_name == "single" else regimes.REGIMES.get(regime_name)
+    regime = regimes.Jit("shard_map_fsdp") if is_fsdp else regimes.regime_of(regime_name)
     layout = fsdp.layout_of(params32, MESH, regimes.AXIS, min_size=64) if is_fsdp else None
-    bound = is_fsdp or (regime is not None and regime.axis_name)
+    bound = is_fsdp or regime.axis_name
 
     def step(state: Any, batch: Any, mean: Any = None) -> Any:
         del mean
@@ -135,29 +124,25 @@ def make_world(regime_name: str, precision: str) -> World:
 
     state = (policy.cast_to_param(params32), tx.init(params32))
     if layout:
-        regime = regimes.Jit("shard_map_fsdp")
         specs = (layout.specs, jaxmp.sharding_of(tx, params32, layout.specs))
 
         def body(state: Any, batch: Any) -> Any:
             state, loss = step(state, batch)
             return state, jax.lax.pmean(loss, regimes.AXIS)
 
-        compiled = jax.jit(
-            jax.shard_map(body, mesh=MESH, in_specs=(specs, P(regimes.AXIS)), out_specs=(specs, P()), check_vma=True)
-        )
+        of_body: Any = {"in_specs": (specs, P(regimes.AXIS)), "out_specs": (specs, P())}
+        compiled = jax.jit(jax.shard_map(body, mesh=MESH, **of_body, check_vma=True))
         placed = jax.device_put(state, jax.tree.map(lambda s: NamedSharding(MESH, s), specs))
     else:
-        assert regime is not None
         compiled, placed = regime.compile(step), regime.place(state)
-    grads = jax.tree.leaves(state[0])
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state[0])]
+    params = jax.tree_util.tree_leaves_with_path(state[0])
     return World(
         lambda state, batch: compiled(state, batch)[0],
         placed,
         regime.shard,
         regime.copies,
-        paths,
-        [float(jnp.finfo(x.dtype).max) for x in grads],
+        [jax.tree_util.keystr(path) for path, _ in params],
+        [float(jnp.finfo(x.dtype).max) for _, x in params],
         DEVICES if bound else 1,
         scale is not None,
     )
@@ -192,8 +177,7 @@ class Fault(NamedTuple):
 def batch_of(rng: np.random.Generator, fault: Fault | None, limits: list[float]) -> dict[str, Any]:
     """A batch for all devices, with a fault or none."""
     x = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
-    leaf, place = np.full(DEVICES, -1, np.int32), np.zeros(DEVICES, np.int32)
-    value = np.zeros(DEVICES, np.float32)
+    leaf, place, value = np.full(DEVICES, -1, np.int32), np.zeros(DEVICES, np.int32), np.zeros(DEVICES, np.float32)
     if fault is not None:
         leaf[fault.device], place[fault.device] = fault.leaf, fault.place
         value[fault.device] = fault.value(limits[fault.leaf])
@@ -221,8 +205,7 @@ def check(world: World, before: Any, twin: Any, after: Any, fault: Fault) -> Non
     befores, twins, afters = (world.copies(state) for state in (before, twin, after))
     assert alike(afters), "1: devices differ"
     old, other, new = befores[0], twins[0], afters[0]
-    metrics = {name: np.asarray(x) for name, x in jaxmp.get_metrics(new[1]).items()}
-    old_metrics = {name: np.asarray(x) for name, x in jaxmp.get_metrics(old[1]).items()}
+    metrics, old_metrics = (jax.tree.map(np.asarray, jaxmp.get_metrics(state[1])) for state in (new, old))
     skip = bool(jaxmp.get_metrics(other[1])["skipped"]) or is_too_large(world, fault, old_metrics["loss_scale"])
     assert bool(metrics["skipped"]) == skip, f"1: skipped is {metrics['skipped']} for {fault.kind}"
     assert metrics["skipped_steps"] == old_metrics["skipped_steps"] + skip, "1: the count of skips"
@@ -239,13 +222,13 @@ def check(world: World, before: Any, twin: Any, after: Any, fault: Fault) -> Non
         differ = _differing(kept(new), kept(other))
         allowed = world.names[fault.leaf]
         for path, places in differ.items():
-            own = allowed in path or (is_scale and any(part in path for part in _OF_A_SCALE))
+            own = allowed in path or (is_scale and any(f".{part}" in path for part in _OF_A_SCALE))
             most = RECIPE.amax_history_len if path.endswith(".amax_history") else 1  # it moves on where the twin's is 0
             assert own and places <= most, f"2: {places} places of {path} differ from the twin's"
         _check_moves(kept(new), kept(old))
-    for path, x in jax.tree_util.tree_leaves_with_path(kept(new)):
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            assert np.all(np.isfinite(np.asarray(x, np.float32))), f"3: {jax.tree_util.keystr(path)} is not finite"
+    for path, x in _by_path(kept(new)).items():
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        assert not is_float or np.all(np.isfinite(x.astype(np.float32))), f"3: {path} is not finite"
     kinds = [[(x.shape, x.dtype, getattr(x, "sharding", None)) for x in jax.tree.leaves(s)] for s in (twin, after)]
     assert kinds[0] == kinds[1], "5: a dtype, shape or sharding changed"
     assert jax.tree.structure(before) == jax.tree.structure(after), "5: the structure changed"
@@ -263,35 +246,29 @@ def _is_scale(path: str) -> bool:
     return any(name in path for name in ("fp8_lhs", "fp8_rhs", "fp8_grad"))
 
 
+def _by_path(tree: Any) -> dict[str, np.ndarray]:
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 def _check_moves(new: Any, old: Any) -> None:
     """No master moves farther than Adam moves it with consistent moments."""
-    leaves = {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(new)}
-    before = {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(old)}
-    for path, x in leaves.items():
-        is_master = ".master_params" in path or (path.startswith("[0]") and np.asarray(x).dtype == np.float32)
+    before = _by_path(old)
+    for path, x in _by_path(new).items():
+        is_master = ".master_params" in path or (path.startswith("[0]") and x.dtype == np.float32)
         if is_master and not _is_scale(path):
-            was = np.asarray(before[path], np.float64)
-            moved = np.abs(np.asarray(x, np.float64) - was)
+            was = before[path].astype(np.float64)
+            moved = np.abs(x.astype(np.float64) - was)
             assert np.all(moved <= FARTHEST + 1e-6 * np.abs(was)), f"4: {path} moved by {moved.max()}"
 
 
-_OF_A_SCALE = (
-    ".amax_history",
-    ".scale",
-    ".saturated_tensors",
-    ".unused_tensors",
-    ".lost_gradients",
-    ".spoiled_tensors",
-)
+_OF_A_SCALE = "amax_history scale saturated_tensors unused_tensors lost_gradients spoiled_tensors".split()
 
 
 def _differing(a: Any, b: Any) -> dict[str, int]:
-    found = {}
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
-        places = int(np.sum(np.asarray(x) != np.asarray(y)))
-        if places:
-            found[jax.tree_util.keystr(path)] = places
-    return found
+    """In how many places the leaves of two trees differ, by path."""
+    others = _by_path(b)
+    places = {path: int(np.sum(x != others[path])) for path, x in _by_path(a).items()}
+    return {path: count for path, count in places.items() if count}
 
 
 WORLDS = (
@@ -330,9 +307,8 @@ def run(regime_name: str, precision: str, count: int, seed: int) -> collections.
         try:
             check(world, state, twin, after, fault)
         except AssertionError as e:
-            raise AssertionError(
-                f"{regime_name}, {precision}, fault {i}: {fault} in {world.names[fault.leaf]}: {e}"
-            ) from e
+            where = f"{regime_name}, {precision}, fault {i}: {fault} in {world.names[fault.leaf]}"
+            raise AssertionError(f"{where}: {e}") from e
         done[fault.kind + (" in an fp8 scale" if "fp8_" in world.names[fault.leaf] else "")] += 1
         state = after if (i + 1) % ANEW else first
     return done
@@ -340,27 +316,14 @@ def run(regime_name: str, precision: str, count: int, seed: int) -> collections.
 
 def main() -> int:
     """The campaign."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--count", type=int, default=10_000, help="faults in all")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="where results go")
-    arguments = parser.parse_args()
-    rows, failed = [], []
-    for i, (regime_name, precision) in helpers.shown(enumerate(WORLDS), "regimes"):
-        start = time.perf_counter()
-        share = arguments.count // len(WORLDS) + (i < arguments.count % len(WORLDS))
-        try:
-            done = run(regime_name, precision, share, arguments.seed + i)
-        except AssertionError as e:
-            failed.append(str(e))
-            done = collections.Counter()
-        rows.append({"regime": regime_name, "precision": precision, "faults": sum(done.values()), "kinds": dict(done)})
-        print(
-            f"{regime_name}, {precision}: {sum(done.values())} faults, {time.perf_counter() - start:.0f} s", flush=True
-        )
-    command = f"python tests/support/faults.py --count {arguments.count} --seed {arguments.seed}"
-    counted = {"faults": sum(row["faults"] for row in rows)}
-    return campaigns.finish(arguments.json, command, counted, ("wrong_states", failed), rows)
+
+    def row_of(regime: str, precision: str, kinds: dict[str, int]) -> dict[str, Any]:
+        return {"regime": regime, "precision": precision, "faults": sum(kinds.values()), "kinds": kinds}
+
+    def in_world(index: int, count: int, seed: int) -> collections.Counter:
+        return run(*WORLDS[index], count, seed + index)
+
+    return campaigns.over_worlds("faults.py", __doc__, 10_000, "faults", "wrong_states", WORLDS, in_world, row_of)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,16 @@ from pathlib import Path
 FOLDER = Path(os.environ.get("GPU_SECTIONS_FOLDER", "/nonexistent"))
 
 
-def machine(bench):
-    bench.check(
-        "device", lambda: {"device": "a fake GPU", "platform": "gpu", "versions": {"python": "3"}, "missing": []}
-    )
+def device(**about):
+    return lambda bench: bench.check("device", lambda: {"versions": {}, "missing": []} | about)
+
+
+machine = device(device="a fake GPU", platform="gpu", versions={"python": "3"})
+only_a_cpu = device(device="cpu", platform="cpu")
 
 
 def no_jax(bench):
     raise ModuleNotFoundError("No module named 'jax'", name="jax")
-
-
-def only_a_cpu(bench):
-    bench.check("device", lambda: {"device": "cpu", "platform": "cpu", "versions": {}, "missing": []})
 
 
 def lost_gpu(bench):
@@ -55,24 +53,25 @@ def alone(bench):
     measured(bench, "alone", 4)
 
 
-def around(bench, what):
-    """An item before, one after."""
-    bench.check("before", lambda: None)
-    bench.check("in it", what)
-    bench.check("after", lambda: None)
+def around(what):
+    """A section of `what`, an item before and one after."""
+
+    def section(bench):
+        bench.check("before", lambda: None)
+        bench.check("in it", what)
+        bench.check("after", lambda: None)
+
+    return section
 
 
-def crashes(bench):
-    around(bench, lambda: os.kill(os.getpid(), signal.SIGSEGV))
+def crash():
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def crashes_once(bench):
-    """Crashes until the file "mended" is there."""
-    around(bench, lambda: None if (FOLDER / "mended").exists() else os.kill(os.getpid(), signal.SIGSEGV))
-
-
-def hangs(bench):
-    around(bench, lambda: time.sleep(1000))
+crashes = around(crash)
+crashes_once = around(lambda: None if (FOLDER / "mended").exists() else crash())
+hangs = around(lambda: time.sleep(1000))
+fails = around(lambda: 1 / 0)
 
 
 def builds_for_too_long(bench):
@@ -89,17 +88,11 @@ def builds_for_too_long(bench):
     bench.compare("it", {name: lambda name=name: build(name) for name in ("fast", "slow", "last")})
 
 
-def waits_to_be_killed(bench):
-    def wait():
-        (FOLDER / "pid.new").write_text(str(os.getpid()))
-        (FOLDER / "pid.new").rename(FOLDER / "pid")  # whole when it is there: its reader kills at once
-        time.sleep(1000)
-
-    around(bench, wait)
-
-
-def fails(bench):
-    around(bench, lambda: 1 / 0)
+@around
+def waits_to_be_killed():
+    (FOLDER / "pid.new").write_text(str(os.getpid()))
+    (FOLDER / "pid.new").rename(FOLDER / "pid")  # whole when it is there: its reader kills at once
+    time.sleep(1000)
 
 
 def loses_its_device(bench):

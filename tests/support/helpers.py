@@ -1,6 +1,7 @@
 """Assertions that every test file shares. They look at structure and dtype as well as at values."""
 
 import contextlib
+import hashlib
 import re
 import sys
 import warnings
@@ -122,6 +123,14 @@ def _bits(x: np.ndarray) -> np.ndarray:
         return np.stack([_bits(x.real), _bits(x.imag)])
     bits = x.view(f"u{x.dtype.itemsize}").astype(np.int64)
     return np.where(np.isnan(x), -1, bits)
+
+
+def digest(tree: Any, read: Callable[[Any], np.ndarray] = np.asarray) -> str:
+    """A number for every bit of a tree; `read` takes a leaf to the host."""
+    found = hashlib.sha256()
+    for x in jax.tree.leaves(tree):
+        found.update(read(x).tobytes())
+    return found.hexdigest()[:16]
 
 
 def compiled_quickly(environment: Mapping[str, str]) -> dict[str, str]:

@@ -26,16 +26,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmp
 
 AXIS, ROWS, BAD_STEP = "data", 24, 5
-adamw = functools.partial(optax.adamw, 1e-2, eps=1e-3)  # a large eps, so that no rounding decides a step alone
+# name -> (policy, optimizer from its clip, options); a large eps, so that no rounding decides a step alone
 KINDS = {
-    "fp32": ("fp32", lambda clip: adamw(), dict),
     "fp16": (
         "fp16",
-        lambda clip: optax.chain(clip, adamw()),
+        lambda clip: optax.chain(clip, optax.adamw(1e-2, eps=1e-3)),
         lambda: {"loss_scale": jaxmp.DynamicLossScale(2.0**10, growth_interval=3)},
     ),
     "split": ("bf16", lambda clip: jaxmp.fused_adamw(1e-2, eps=1e-3), lambda: {"remainder_bits": 16}),
-    "lion": ("bf16", lambda clip: optax.lion(1e-3), dict),
 }
 
 
@@ -101,24 +99,21 @@ def live(
         params32 = params_of() if layout is None else jaxmp.fsdp.pad(params_of(), layout)
         return policy.cast_to_param(params32), tx.init(params32)
 
-    place = lambda batch: jax.tree.map(  # noqa: E731
-        lambda x: jax.make_array_from_callback(x.shape, rows, lambda index: x[index]), batch
-    )
-    if way == "jit":
-        step = jax.jit(step_of(tx), out_shardings=(shardings, of_state))
-    elif way == "fsdp":
+    def place(batch: Any) -> Any:
+        if way == "pmap":
+            return jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), batch)
+        return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, rows, lambda index: x[index]), batch)
+
+    whole_loss: Any = loss_fn
+    if layout is not None:
         whole_loss = lambda params, batch: loss_fn(jaxmp.fsdp.gather(params, layout), batch)  # noqa: E731
+    if way in ("jit", "fsdp"):
         step = jax.jit(step_of(tx, whole_loss), out_shardings=(shardings, of_state))
     elif way == "pmap":
-        compiled = jax.pmap(step_of(tx), axis_name=AXIS, devices=jax.devices()[:devices])
-        step = lambda params, opt_state, batch: compiled(params, opt_state, batch)  # noqa: E731
-        place = lambda batch: jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), batch)  # noqa: E731
+        step = jax.pmap(step_of(tx), axis_name=AXIS, devices=jax.devices()[:devices])
     else:
-        reduce = lambda grads: grads  # noqa: E731
-        whole_loss, specs = loss_fn, jax.tree.map(lambda s: s.spec, (shardings, of_state))
-        if way == "fsdp in shard_map":
-            reduce = functools.partial(jaxmp.fsdp.reduce_gradients, layout=layout)
-            whole_loss = lambda params, batch: loss_fn(jaxmp.fsdp.gather(params, layout), batch)  # noqa: E731
+        is_fsdp, specs = layout is not None, jax.tree.map(lambda s: s.spec, (shardings, of_state))
+        reduce = functools.partial(jaxmp.fsdp.reduce_gradients, layout=layout) if is_fsdp else lambda grads: grads
         parts = step_of(tx, whole_loss, reduce)
         step = jax.jit(jax.shard_map(parts, mesh=mesh, in_specs=(*specs, P(AXIS)), out_specs=specs))
 
@@ -145,25 +140,16 @@ def compared(params: Any, opt_state: Any, layout: Any) -> dict[str, Any]:
     def whole(params: Any, opt_state: Any) -> dict[str, Any]:
         if layout is not None:
             params, opt_state = jaxmp.fsdp.trim((params, opt_state), layout)
-        state = jaxmp.get_metrics(opt_state)
-        names = ("skipped_steps", "loss_scale")
-        counts = {name: state[name] for name in names if name in state}
-        moments = {name: optax.tree.get(opt_state, name) for name in ("mu", "nu")}
+        counts = {name: jaxmp.get_metrics(opt_state)[name] for name in ("skipped_steps", "loss_scale")}
         return {
             "masters": jaxmp.get_master_params(opt_state, params),
-            "moments": {name: x for name, x in moments.items() if x is not None},
+            "moments": {name: optax.tree.get(opt_state, name) for name in ("mu", "nu")},
             "counts": counts | {"count": optax.tree.get(opt_state, "count")},
         }
 
     where = {} if layout is None else {"out_shardings": NamedSharding(layout.mesh, P())}
-    found = jax.jit(whole, **where)(params, opt_state)
-    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), found)
-
-
-def held_out_loss(masters: Any) -> float:
-    """The mean loss of rows that no step has seen."""
-    losses = [float(jax.jit(loss_fn)(masters, batch_of(step))) for step in range(1000, 1004)]
-    return float(np.mean(losses))
+    trees = jax.jit(whole, **where)(params, opt_state)
+    return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), trees)
 
 
 def main(rank: int, processes: int, port: int, folder: str, kind: str, steps: int, *, dies: bool) -> None:

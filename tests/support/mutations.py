@@ -35,8 +35,8 @@ COLLECTIVES, LISTS, EQUATIONS = "devices/collectives.py", "autocast/cast_lists.p
 FAULTS = (
     # the decision
     Fault("the loss scale moves on the flag of this device", HEART,
-          'bad, unwanted, clamped = found["bad"] != 0, found["unwanted"] != 0, found.get("clamped")',
-          'unwanted, clamped = found["unwanted"] != 0, found.get("clamped")', "step suites"),
+          'bad, unwanted, clamped = common["bad"] != 0, common["unwanted"] != 0, common.get("clamped")',
+          'unwanted, clamped = common["unwanted"] != 0, common.get("clamped")', "step suites"),
     Fault("inf in an amax takes the step", HEART, "        bad |= collectives.any_nonfinite(of_scales)\n",
           "        pass\n", "step fp8"),
     Fault("skip_if skips nothing", HEART, "taken & ~unwanted if objections", "taken if objections", "step"),

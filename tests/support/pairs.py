@@ -14,18 +14,15 @@ stand together does in two jobs. Each job takes six steps, of which one overflow
 The tests restore in the same process, by the same compiled step.
 """
 
-import argparse
 import contextlib
 import functools
 import itertools
 import multiprocessing
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -36,11 +33,9 @@ import optax
 from flax import nnx
 
 import campaigns
-import helpers
 import jaxmp
-import regimes
 from fp8_model import matmul, scale_leaves
-from regimes import DEVICES, alike, guarded, unchanged
+from regimes import DEVICES, alike, guarded, regime_of, squared_error, unchanged
 
 ROWS, WIDTH = 128, 64  # 32 rows on each device, 16 in each of two microbatches: the least that an fp8 GEMM takes
 TIMES = 2  # how many jobs have each pair, each job with other features
@@ -86,36 +81,31 @@ def pairs_of(case: Case) -> set[tuple[tuple[str, str], ...]]:
 
 
 @functools.cache
-def cases(seed: int = 0) -> list[Case]:
+def cases(seed: int = 0, times: int = TIMES) -> list[Case]:
     """A covering array, the same in each process. (allpairspy misses pairs where some choices exclude each other.)"""
     rng = np.random.default_rng(seed)
     valid = [case for row in itertools.product(*FEATURES.values()) if why_not(case := Case(*row)) is None]
     valid = [valid[i] for i in rng.permutation(len(valid))]
     choices = sorted((feature, choice) for feature, all_of in FEATURES.items() for choice in all_of)
-    bit_of = {
-        pair: 1 << n for n, pair in enumerate(itertools.product(choices, choices))
-    }  # a set of pairs is one number
+    # A set of pairs is one number.
+    bit_of = {pair: 1 << n for n, pair in enumerate(itertools.product(choices, choices))}
     bits = {case: sum(bit_of[pair] for pair in pairs_of(case)) for case in valid}
-    found: list[Case] = []
-    for _ in range(TIMES):
+    chosen: list[Case] = []
+    for _ in range(times):
         missing = functools.reduce(int.__or__, bits.values())
         while missing:
             wanted = missing & -missing
             having = [case for case, of_case in bits.items() if of_case & wanted]
-            found.append(max(having[:60], key=lambda case: (bits[case] & missing).bit_count()))
-            missing &= ~bits.pop(found[-1])
-    return found
+            chosen.append(max(having[:60], key=lambda case: (bits[case] & missing).bit_count()))
+            missing &= ~bits.pop(chosen[-1])
+    return chosen
 
 
 class Job(NamedTuple):
-    """A model with its optimizer; `state` is a pytree of arrays.
+    """A model with its optimizer; a state is a pytree of arrays. `restore` begins from the state of a new job.
 
-    Attributes:
-      state: where it starts.
-      step: `(state, batch, mean) -> (state, loss)`.
-      parts: `state -> (params, opt_state)`.
-      save: `(manager, state)`, saves the state.
-      restore: `(manager, state) -> state`, from a state of a new job.
+    `step(state, batch, mean) -> (state, loss)`, `parts(state) -> (params, opt_state)`, `save(manager, state)`,
+    `restore(manager, state) -> state`.
     """
 
     state: Any
@@ -152,18 +142,9 @@ def optimizer_of(case: Case) -> Any:
 
 def batches() -> list[dict[str, Any]]:
     """Six batches; in one of them a row of the second device overflows."""
-    found = []
-    for i in range(STEPS):
-        rng = np.random.default_rng(i)
-        x = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
-        if i == BAD_STEP:
-            x[ROWS // DEVICES + 3, 5] = np.inf
-        found.append({"x": x, "y": np.tanh(x[:, ::-1] * 0.5)})
-    return found
-
-
-def squared_error(prediction: Any, y: Any) -> Any:
-    return jnp.mean((prediction.astype(jnp.float32) - y) ** 2)
+    xs = [np.random.default_rng(i).normal(size=(ROWS, WIDTH)).astype(np.float32) for i in range(STEPS)]
+    xs[BAD_STEP][ROWS // DEVICES + 3, 5] = np.inf
+    return [{"x": x, "y": np.tanh(x[:, ::-1] * 0.5)} for x in xs]
 
 
 def options_of(case: Case) -> dict[str, Any]:
@@ -176,9 +157,8 @@ def options_of(case: Case) -> dict[str, Any]:
 
 def cast(case: Case, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """The loss, under autocast where the case says so."""
-    if case.casting != "autocast" or case.policy == "fp32":
-        return loss_fn
-    return jaxmp.autocast(loss_fn, policy_of(case).compute_dtype)
+    is_cast = case.casting == "autocast" and case.policy != "fp32"
+    return jaxmp.autocast(loss_fn, policy_of(case).compute_dtype) if is_cast else loss_fn
 
 
 def dtype_of(case: Case) -> Any:
@@ -195,9 +175,10 @@ def _plain_job(case: Case) -> Job:
     stacked = case.layers == "scan"
     draw = lambda *shape: np.asarray(rng.normal(size=shape) / WIDTH**0.5, np.float32)  # noqa: E731
     first = {"w": draw(WIDTH, WIDTH)}
-    blocks = {"w": draw(2, WIDTH, WIDTH)} | (scale_leaves((2,)) if fp8 else {})
-    listed = {str(i): {name: x[i] for name, x in blocks.items()} for i in range(2)}
-    params32 = jax.tree.map(jnp.asarray, {"first": first, "blocks": blocks if stacked else listed})
+    blocks: Any = {"w": draw(2, WIDTH, WIDTH)} | (scale_leaves((2,)) if fp8 else {})
+    if not stacked:
+        blocks = {str(i): {name: x[i] for name, x in blocks.items()} for i in range(2)}
+    params32 = jax.tree.map(jnp.asarray, {"first": first, "blocks": blocks})
 
     def block(layer: Any, h: Any) -> Any:
         wide = h if dtype is None else h.astype(dtype)
@@ -253,19 +234,13 @@ class LinenNet(nn.Module):
     def __call__(self, x: Any) -> Any:
         h = nn.Dense(WIDTH, use_bias=False, dtype=self.dtype, name="first")(x)
         if self.layers == "scan":
-            stack = nn.scan(
-                lambda block, h, _: (block(h), None),
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                length=2,
-            )
+            axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            stack = nn.scan(lambda block, h, _: (block(h), None), **axes, length=2)
             h, _ = stack(LinenBlock(self.dtype, name="blocks"), h, None)
         else:
-            kind: Any = LinenBlock
-            if self.layers == "remat":
-                kind = nn.remat(LinenBlock)
-            if self.layers == "vmap":
-                kind = nn.vmap(LinenBlock, variable_axes={"params": None}, split_rngs={"params": False})
+            shared = {"variable_axes": {"params": None}, "split_rngs": {"params": False}}
+            wrap: Any = {"remat": nn.remat, "vmap": functools.partial(nn.vmap, **shared)}.get(self.layers, lambda x: x)
+            kind = wrap(LinenBlock)
             for i in range(2):
                 h = kind(self.dtype, name=f"block{i}")(h)
         return nn.Dense(WIDTH, use_bias=False, dtype=self.dtype, name="last")(h)
@@ -390,20 +365,8 @@ def job_of(case: Case) -> Job:
     return {"plain": _plain_job, "linen": _linen_job, "nnx": _nnx_job}[case.framework](case)
 
 
-class Run(NamedTuple):
-    """What a job did.
-
-    Attributes:
-      states: the host state of the first device, before the first step and after each.
-      losses: of each step.
-    """
-
-    states: list[Any]
-    losses: list[float]
-
-
-def _steps(regime: Any, compiled: Any, state: Any, numbers: range) -> Run:
-    """The run from `state`, which is placed; raises if the devices come to other bits."""
+def _steps(regime: Any, compiled: Any, state: Any, numbers: range) -> tuple[list[Any], list[float]]:
+    """Host states of the first device after each step, and losses; raises if the devices come to other bits."""
     states, losses = [], []
     for i in numbers:
         state, loss = jax.block_until_ready(compiled(state, jax.block_until_ready(regime.shard(batches()[i]))))
@@ -411,7 +374,7 @@ def _steps(regime: Any, compiled: Any, state: Any, numbers: range) -> Run:
         assert alike(copies), f"2: devices differ after step {i}"
         states.append(copies[0])
         losses.append(float(np.ravel(regime.copies(loss)[0])[0]))
-    return Run(states, losses)
+    return states, losses
 
 
 def _masters(job: Job, state: Any) -> np.ndarray:
@@ -421,44 +384,33 @@ def _masters(job: Job, state: Any) -> np.ndarray:
 
 
 def _metrics(job: Job, state: Any) -> dict[str, Any]:
-    metrics = jaxmp.get_metrics(job.parts(state)[1])
-    return {name: np.asarray(x) for name, x in metrics.items()}
+    return {name: np.asarray(x) for name, x in jaxmp.get_metrics(job.parts(state)[1]).items()}
 
 
-def _regime_of(case: Case) -> regimes.Regime:
-    return regimes.SINGLE if case.regime == "single" else regimes.REGIMES[case.regime]
-
-
-def _to_save(case: Case, state: Any) -> Any:
+def _placed(case: Case, state: Any) -> Any:
     """A host state as a checkpoint takes it: on the devices; of pmap's copies, one."""
-    return state if case.regime == "pmap" else _regime_of(case).place(state)
-
-
-def _save(case: Case, job: Job, state: Any, folder: str) -> None:
-    with jaxmp.checkpoint.manager(folder) as steps:
-        job.save(steps, _to_save(case, state))
+    return state if case.regime == "pmap" else regime_of(case.regime).place(state)
 
 
 def _restored(case: Case, job: Job, folder: str) -> Any:
     """The saved state, restored into the first state of a job."""
     with jaxmp.checkpoint.manager(folder) as steps:
-        found = job.restore(steps, _to_save(case, jax.tree.map(np.asarray, job.state)))
-    return jax.tree.map(np.asarray, found)
+        return jax.tree.map(np.asarray, job.restore(steps, _placed(case, jax.tree.map(np.asarray, job.state))))
 
 
 def _go_on(case: Case, job: Job, compiled: Any, folder: str) -> list[list[np.ndarray]]:
     """The leaves of a job as it is restored from `folder`, and at its end."""
     again = _restored(case, job, folder)
-    regime = _regime_of(case)
-    end = _steps(regime, compiled, regime.place(again), range(SAVED_AFTER, STEPS)).states[-1]
-    return [jax.tree.leaves(again), jax.tree.leaves(end)]
+    regime = regime_of(case.regime)
+    states, _ = _steps(regime, compiled, regime.place(again), range(SAVED_AFTER, STEPS))
+    return [jax.tree.leaves(again), jax.tree.leaves(states[-1])]
 
 
 def go_on_anew(case: Case, folder: str) -> list[list[np.ndarray]]:
     """The same of a job that this process has not trained."""
     jax.clear_caches()
     job = job_of(case)
-    return _go_on(case, job, _regime_of(case).compile(job.step), folder)
+    return _go_on(case, job, regime_of(case.regime).compile(job.step), folder)
 
 
 def check(case: Case, elsewhere: ProcessPoolExecutor | None = None) -> float:
@@ -466,22 +418,23 @@ def check(case: Case, elsewhere: ProcessPoolExecutor | None = None) -> float:
 
     The job goes on in a process of `elsewhere`; None: in this one.
     """
-    regime, job = _regime_of(case), job_of(case)
+    regime, job = regime_of(case.regime), job_of(case)
     compiled = regime.compile(job.step)
     start = jax.tree.map(np.asarray, job.state)
-    run = _steps(regime, compiled, regime.place(start), range(STEPS))
-    states = [start, *run.states]
+    after_steps, losses = _steps(regime, compiled, regime.place(start), range(STEPS))
+    states = [start, *after_steps]
 
-    skipped = [bool(_metrics(job, state)["skipped"]) for state in run.states]
+    skipped = [bool(_metrics(job, state)["skipped"]) for state in after_steps]
     assert skipped == [i == BAD_STEP for i in range(STEPS)], f"1: skipped {skipped}"
-    for i, loss in enumerate(run.losses):
+    for i, loss in enumerate(losses):
         assert np.isfinite(loss) or i == BAD_STEP, f"1: the loss of step {i} is {loss}"
     before, after = (job.parts(states[i]) for i in (BAD_STEP, BAD_STEP + 1))
     before, after = ((params, guarded(opt_state)) for params, opt_state in (before, after))
     assert unchanged(after, before), "3: the skipped step changed state"
 
     with tempfile.TemporaryDirectory() as folder:
-        _save(case, job, states[SAVED_AFTER], folder)
+        with jaxmp.checkpoint.manager(folder) as steps:
+            job.save(steps, _placed(case, states[SAVED_AFTER]))
         if elsewhere is None:
             again, end = _go_on(case, job, compiled, folder)
         else:
@@ -490,12 +443,13 @@ def check(case: Case, elsewhere: ProcessPoolExecutor | None = None) -> float:
     assert alike([end, jax.tree.leaves(states[-1])]), "4: the restored job ends in other bits"
 
     alone = job_of(case._replace(regime="single"))
-    reference = _steps(regimes.SINGLE, regimes.SINGLE.compile(alone.step), regimes.SINGLE.place(start), range(STEPS))
-    moved = np.linalg.norm(_masters(alone, reference.states[-1]) - _masters(alone, start))
-    apart = np.linalg.norm(_masters(job, states[-1]) - _masters(alone, reference.states[-1]))
+    single = regime_of("single")
+    reference, _ = _steps(single, single.compile(alone.step), single.place(start), range(STEPS))
+    moved = np.linalg.norm(_masters(alone, reference[-1]) - _masters(alone, start))
+    apart = np.linalg.norm(_masters(job, states[-1]) - _masters(alone, reference[-1]))
     assert moved > 0.05, f"1: the masters moved by {moved} only"
     names = ("loss_scale", "growth_count", "hysteresis_left", "skipped_steps")
-    for i, (one, many) in enumerate(zip(reference.states, run.states, strict=True)):
+    for i, (one, many) in enumerate(zip(reference, after_steps, strict=True)):
         decisions = [{name: _metrics(j, s)[name].item() for name in names} for j, s in ((alone, one), (job, many))]
         assert decisions[0] == decisions[1], f"1: after step {i} one device has {decisions[0]}, many {decisions[1]}"
     far = FAR[case.policy] * (3 if case.optimizer in ("int8", "split8") else 1)
@@ -505,34 +459,34 @@ def check(case: Case, elsewhere: ProcessPoolExecutor | None = None) -> float:
 
 def main() -> int:
     """All jobs."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", type=Path, help="where results go")
+    parser = campaigns.parser_of(__doc__)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of jobs")
-    parser.add_argument("--seed", type=int, default=0, help="which covering array")
     arguments = parser.parse_args()
-    command = f"python tests/support/pairs.py --seed {arguments.seed}"
-    rows = [row for row in campaigns.rows_before(arguments.json, command) if row["verdict"] == "passed"]
-    rows = rows if len(rows) < len(cases(arguments.seed)) else []  # all: once more
-    done, failed = {row["job"] for row in rows}, []
+    chosen = [(i, case) for i, case in enumerate(cases(arguments.seed)) if i in (arguments.only or [i])]
+
+    def row_of(case: Case) -> dict[str, Any]:
+        try:
+            apart, verdict = check(case, elsewhere), "passed"
+        except Exception as e:
+            apart, verdict = None, f"{type(e).__name__}: {e}"
+            if not isinstance(e, AssertionError):
+                traceback.print_exc()
+        return {**case._asdict(), "apart": apart, "verdict": verdict}
+
+    def failures_of(row: dict[str, Any]) -> list[str]:
+        case = ", ".join(row[feature] for feature in FEATURES)
+        return [] if row["verdict"] == "passed" else [f"{row['job']}: {case}: {row['verdict']}"]
+
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as elsewhere:
-        for i, case in helpers.shown(enumerate(cases(arguments.seed)), "jobs"):
-            if i in done or (arguments.only and i not in arguments.only):
-                continue
-            start = time.perf_counter()
-            try:
-                apart, verdict = check(case, elsewhere), "passed"
-            except Exception as e:
-                apart, verdict = None, f"{type(e).__name__}: {e}"
-                failed.append(f"{i}: {', '.join(case)}: {verdict}")
-                if not isinstance(e, AssertionError):
-                    traceback.print_exc()
-            rows = sorted(
-                [*rows, {"job": i, **case._asdict(), "apart": apart, "verdict": verdict}], key=lambda r: r["job"]
-            )
-            print(f"{i}: {', '.join(case)}: {verdict[:300]}, {time.perf_counter() - start:.0f} s", flush=True)
-            campaigns.write(arguments.json, command, {"jobs": len(rows)}, ("failed", failed), rows)
-            jax.clear_caches()
-    return campaigns.finish(arguments.json, command, {"jobs": len(rows)}, ("failed", failed), rows)
+        return campaigns.one_by_one(
+            arguments.json,
+            f"python tests/support/pairs.py --seed {arguments.seed}",
+            "job",
+            chosen,
+            row_of,
+            failures_of,
+            lambda rows, failed: {"jobs": len(rows), "failed": failed},
+        )
 
 
 if __name__ == "__main__":

@@ -2,16 +2,7 @@
 
 LLVM forms an FMA from `a * b + c` or not, by the CPU, by its optimizations, and by what else is in a loop; it cuts
 loops by the width of vectors, and XLA by the number of threads. No test may depend on any of this, on the order of the
-tests, or on the number of pytest's processes. A variant is one value of each:
-
-    instructions  the newest ones that LLVM may use: SSE4_2 and AVX have no FMA, AVX2 and AVX512 do
-    optimized     whether LLVM optimizes: 0, 1, or as in `make test` (None)
-    width         bits of a vector that LLVM prefers
-    threads       of the CPU client
-    jobs          pytest's processes
-    dist          how they share the tests: "loadfile" keeps the tests of a file in one process, "load" none
-    order         the seed of a random order of modules, and of tests within each
-    compilers     a seed: each program is compiled with LLVM's optimizations or without (tests/support/compilers.py)
+tests, or on the number of pytest's processes.
 
 `--third HASH` runs one variant on a third of the test files, both chosen by the hash, as `.ci/run` does.
 """
@@ -35,14 +26,14 @@ ROOT = Path(__file__).resolve().parents[2]
 class Variant(NamedTuple):
     """How the suite is compiled and run."""
 
-    instructions: str
-    optimized: int | None = None
-    width: int = 256
-    threads: int | None = None
-    jobs: int = 2
-    dist: str = "loadfile"
-    compilers: str = ""
-    order: int = 0
+    instructions: str  # the newest ones that LLVM may use: SSE4_2 and AVX have no FMA, AVX2 and AVX512 do
+    optimized: int | None = None  # whether LLVM optimizes: 0, 1, or as in `make test`
+    width: int = 256  # bits of a vector that LLVM prefers
+    threads: int | None = None  # of the CPU client
+    jobs: int = 2  # pytest's processes
+    dist: str = "loadfile"  # keeps the tests of a file in one process; "load" does not
+    compilers: str = ""  # a seed: each program is compiled with LLVM's optimizations or without (compilers.py)
+    order: int = 0  # the seed of a random order of modules, and of tests within each
 
 
 VARIANTS = {
@@ -120,8 +111,8 @@ def cpu() -> str:
 
 def commit() -> str | None:
     """The commit that ran; None outside of git."""
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return found.stdout.strip() or None
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return git.stdout.strip() or None
 
 
 def main() -> int:

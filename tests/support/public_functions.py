@@ -51,37 +51,46 @@ def arguments(kinds: str, seed: int = 0) -> list[np.ndarray]:
 FUNCTIONS: dict[str, tuple[Function, str]] = {}
 
 
-def _add(module: Any, prefix: str, kinds: str, names: str) -> None:
-    """The functions of these names; a version of jax may lack some."""
+def _add(module: Any, prefix: str, kinds: str, names: str, wrap: Callable[[Function], Function] = lambda f: f) -> None:
+    """The functions of these names, each in `wrap`; a version of jax may lack some."""
     for name in names.split():
         if hasattr(module, name):
-            FUNCTIONS[f"{prefix}.{name}"] = getattr(module, name), kinds
+            FUNCTIONS[f"{prefix}.{name}"] = wrap(getattr(module, name)), kinds
 
 
-_add(
-    jnp,
-    "jnp",
-    "x",
-    "abs absolute all amax amin angle any arcsinh arctan argmax argmin argsort around array asarray atan asinh "
-    "atleast_1d atleast_2d atleast_3d average cbrt ceil conj conjugate copy corrcoef cos cosh count_nonzero cov "
-    "cumprod cumsum deg2rad degrees diag diagonal diff ediff1d exp exp2 expm1 fabs flip "
-    "fliplr flipud floor frexp imag isfinite isinf isnan isneginf isposinf isreal max mean median min "
-    "modf nan_to_num nanargmax nanargmin nancumprod nancumsum nanmax nanmean nanmedian nanmin nanprod nanstd nansum "
-    "nanvar negative ones_like positive prod ptp rad2deg radians ravel real rint rot90 round "
-    "sign signbit sin sinc sinh sort square squeeze std sum tan tanh trace transpose trapezoid tril triu trunc "
-    "unwrap var zeros_like matrix_transpose",
-)
+def _with(*more: Any) -> Callable[[Function], Function]:
+    """Calls a function with more arguments behind its own."""
+    return lambda f: lambda *args: f(*args, *more)
+
+
+OF_ONE_ARRAY = """
+    abs absolute all amax amin angle any arcsinh arctan argmax argmin argsort around array asarray atan asinh
+    atleast_1d atleast_2d atleast_3d average cbrt ceil conj conjugate copy corrcoef cos cosh count_nonzero cov
+    cumprod cumsum deg2rad degrees diag diagonal diff ediff1d exp exp2 expm1 fabs flip fliplr flipud floor frexp imag
+    isfinite isinf isnan isneginf isposinf isreal max mean median min modf nan_to_num nanargmax nanargmin nancumprod
+    nancumsum nanmax nanmean nanmedian nanmin nanprod nanstd nansum nanvar negative ones_like positive prod ptp rad2deg
+    radians ravel real rint rot90 round sign signbit sin sinc sinh sort square squeeze std sum tan tanh trace transpose
+    trapezoid tril triu trunc unwrap var zeros_like matrix_transpose
+"""
+OF_TWO_ARRAYS = """
+    add subtract multiply divide true_divide maximum minimum fmax fmin arctan2 atan2 copysign equal greater
+    greater_equal less less_equal not_equal hypot logaddexp logaddexp2 fmod mod remainder floor_divide divmod
+    nextafter heaviside isclose allclose array_equal append vecdot
+"""
+ACTIVATIONS = """
+    relu relu6 sigmoid softplus soft_sign silu swish log_sigmoid leaky_relu hard_sigmoid hard_silu hard_swish
+    hard_tanh tanh elu celu selu gelu glu squareplus mish softmax log_softmax logsumexp standardize
+    sparse_plus sparse_sigmoid identity
+"""
+OF_LAX = """
+    abs asinh atan bessel_i0e bessel_i1e cbrt ceil cos cosh erf erfc exp exp2 expm1 floor is_finite logistic neg
+    round sign sin sinh square tan tanh stop_gradient sort
+"""
+_add(jnp, "jnp", "x", OF_ONE_ARRAY)
 _add(jnp, "jnp", "p", "sqrt reciprocal log log10 log1p log2 i0 signbit")
 _add(jnp, "jnp", "u", "acos asin arccos arcsin arctanh atanh")
 _add(jnp, "jnp", "g", "acosh arccosh")
-_add(
-    jnp,
-    "jnp",
-    "xp",
-    "add subtract multiply divide true_divide maximum minimum fmax fmin arctan2 atan2 copysign equal greater "
-    "greater_equal less less_equal not_equal hypot logaddexp logaddexp2 fmod mod remainder floor_divide divmod "
-    "nextafter heaviside isclose allclose array_equal append vecdot",
-)
+_add(jnp, "jnp", "xp", OF_TWO_ARRAYS)
 _add(jnp, "jnp", "px", "power float_power pow")
 _add(jnp, "jnp", "ww", "matmul dot inner outer kron vdot tensordot")
 _add(jnp, "jnp", "wv", "matvec")
@@ -89,22 +98,9 @@ _add(jnp, "jnp", "vw", "vecmat")
 _add(jnp, "jnp", "vk", "convolve correlate polyadd polysub polymul")
 _add(jnp, "jnp", "kv", "polyval")
 _add(jnp, "jnp", "v", "polyder polyint diagflat")
-_add(
-    nn,
-    "nn",
-    "x",
-    "relu relu6 sigmoid softplus soft_sign silu swish log_sigmoid leaky_relu hard_sigmoid hard_silu hard_swish "
-    "hard_tanh tanh elu celu selu gelu glu squareplus mish softmax log_softmax logsumexp standardize "
-    "sparse_plus sparse_sigmoid identity",
-)
+_add(nn, "nn", "x", ACTIVATIONS)
 _add(nn, "nn", "p", "log1mexp")
-_add(
-    lax,
-    "lax",
-    "x",
-    "abs asinh atan bessel_i0e bessel_i1e cbrt ceil cos cosh erf erfc exp exp2 expm1 floor is_finite logistic neg "
-    "round sign sin sinh square tan tanh stop_gradient sort",
-)
+_add(lax, "lax", "x", OF_LAX)
 _add(lax, "lax", "p", "digamma lgamma log log1p rsqrt sqrt reciprocal")
 _add(lax, "lax", "u", "acos asin atanh erf_inv")
 _add(lax, "lax", "g", "acosh")
@@ -140,6 +136,17 @@ _add(jnp.linalg, "jnp.linalg", "ww", "matmul tensordot vecdot")
 _add(jnp.linalg, "jnp.linalg", "vv", "outer")
 _add(jnp.linalg, "jnp.linalg", "x", "vector_norm matrix_transpose diagonal trace")
 
+_add(jnp, "jnp", "xp", "concatenate stack hstack vstack dstack column_stack", lambda f: lambda x, y: f([x, y]))
+_add(jnp, "jnp", "x", "split hsplit ldexp pad", _with(2))
+_add(jnp, "jnp", "x", "swapaxes moveaxis", _with(0, 1))
+_add(jnp, "jnp", "x", "cumulative_sum cumulative_prod", lambda f: lambda x: f(x, axis=1))
+_add(jnp, "jnp", "x", "quantile nanquantile", lambda f: lambda x: f(x, 0.3, axis=1))
+_add(jnp, "jnp", "x", "percentile nanpercentile", lambda f: lambda x: f(x, 30.0, axis=1))
+_add(lax, "lax", "x", "rev reduce_max reduce_min reduce_sum reduce_prod expand_dims", _with((1,)))
+_add(lax, "lax", "x", "cumsum cumprod cummax cummin cumlogsumexp", _with(1))
+_add(nn, "nn", "x", "logsumexp logmeanexp", _with(1))
+_add(jsp.stats, "stats", "x", "rankdata sem", lambda f: lambda x: f(x, axis=1))
+
 _MASK = np.arange(32).reshape(4, 8) % 3 > 0
 _ROWS = np.array([0, 2, 1, 3], np.int32)
 FUNCTIONS |= {
@@ -149,25 +156,14 @@ FUNCTIONS |= {
     "jnp.select": (lambda x, y: jnp.select([_MASK, ~_MASK], [x, y]), "xp"),
     "jnp.piecewise": (lambda x: jnp.piecewise(x, [x < 0, x >= 0], [lambda x: -x, lambda x: x * 2]), "x"),
     "jnp.clip": (lambda x: jnp.clip(x, -1.0, 1.0), "x"),
-    "jnp.concatenate": (lambda x, y: jnp.concatenate([x, y]), "xp"),
-    "jnp.stack": (lambda x, y: jnp.stack([x, y]), "xp"),
-    "jnp.hstack": (lambda x, y: jnp.hstack([x, y]), "xp"),
-    "jnp.vstack": (lambda x, y: jnp.vstack([x, y]), "xp"),
-    "jnp.dstack": (lambda x, y: jnp.dstack([x, y]), "xp"),
-    "jnp.column_stack": (lambda x, y: jnp.column_stack([x, y]), "xp"),
     "jnp.block": (lambda x, y: jnp.block([[x, y], [y, x]]), "xp"),
-    "jnp.split": (lambda x: jnp.split(x, 2), "x"),
     "jnp.array_split": (lambda x: jnp.array_split(x, 3), "x"),
-    "jnp.hsplit": (lambda x: jnp.hsplit(x, 2), "x"),
     "jnp.reshape": (lambda x: jnp.reshape(x, (8, 4)), "x"),
-    "jnp.swapaxes": (lambda x: jnp.swapaxes(x, 0, 1), "x"),
-    "jnp.moveaxis": (lambda x: jnp.moveaxis(x, 0, 1), "x"),
     "jnp.expand_dims": (lambda x: jnp.expand_dims(x, 1), "x"),
     "jnp.broadcast_to": (lambda x: jnp.broadcast_to(x, (2, 4, 8)), "x"),
     "jnp.tile": (lambda x: jnp.tile(x, (2, 1)), "x"),
     "jnp.repeat": (lambda x: jnp.repeat(x, 2, 0), "x"),
     "jnp.roll": (lambda x: jnp.roll(x, 3, 1), "x"),
-    "jnp.pad": (lambda x: jnp.pad(x, 2), "x"),
     "jnp.pad reflect": (lambda x: jnp.pad(x, 2, "reflect"), "x"),
     "jnp.take": (lambda x: jnp.take(x, _ROWS, 0), "x"),
     "jnp.take_along_axis": (lambda x, n: jnp.take_along_axis(x, n, 1), "xn"),
@@ -179,10 +175,6 @@ FUNCTIONS |= {
     "jnp.histogram": (lambda x: jnp.histogram(x, 4, (-2, 2))[0], "x"),
     "jnp.bincount": (lambda n, x: jnp.bincount(n.ravel(), x.ravel(), length=8), "nx"),
     "jnp.interp": (lambda x, v: jnp.interp(x, np.linspace(-2, 2, 8), v), "xv"),
-    "jnp.percentile": (lambda x: jnp.percentile(x, 30.0, axis=1), "x"),
-    "jnp.quantile": (lambda x: jnp.quantile(x, 0.3, axis=1), "x"),
-    "jnp.nanquantile": (lambda x: jnp.nanquantile(x, 0.3, axis=1), "x"),
-    "jnp.nanpercentile": (lambda x: jnp.nanpercentile(x, 30.0, axis=1), "x"),
     "jnp.partition": (lambda x: jnp.partition(x, 2, 1)[:, 2], "x"),
     "jnp.top_k": (lambda x: lax.top_k(x, 3)[0], "x"),
     "jnp.lexsort": (lambda x: jnp.lexsort((x[0], x[1])), "x"),
@@ -190,7 +182,6 @@ FUNCTIONS |= {
     "jnp.einsum outer": (lambda a, b: jnp.einsum("i,j->ij", a, b), "vv"),
     "jnp.einsum trace": (lambda a, b: jnp.einsum("ij,ji->", a, b), "ww"),
     "jnp.einsum batched": (lambda a, b: jnp.einsum("bij,bjk->bik", a, b), "tt"),
-    "jnp.ldexp": (lambda x: jnp.ldexp(x, 2), "x"),
     "jnp.choose": (lambda n, x, y: jnp.choose(n % 2, [x, y], mode="clip"), "nxp"),
     "jnp.cross": (lambda x, y: jnp.cross(x[:, :3], y[:, :3]), "xp"),
     "jnp.vander": (lambda v: jnp.vander(v, 3), "v"),
@@ -204,8 +195,6 @@ FUNCTIONS |= {
     "jnp.at.max": (lambda x, y: x.at[_ROWS[:2]].max(y[:2]), "xp"),
     "jnp.at.apply": (lambda x: x.at[_ROWS[:2]].apply(jnp.sin), "x"),
     "jnp.at.get": (lambda x: x.at[_ROWS].get(), "x"),
-    "jnp.cumulative_sum": (lambda x: jnp.cumulative_sum(x, axis=1), "x"),
-    "jnp.cumulative_prod": (lambda x: jnp.cumulative_prod(x, axis=1), "x"),
     "jnp.permute_dims": (lambda x: jnp.permute_dims(x, (1, 0)), "x"),
     "jnp.tri": (lambda x: x * jnp.tri(4, 8), "x"),
     "jnp.meshgrid": (lambda v: jnp.stack(jnp.meshgrid(v, v)), "v"),
@@ -217,10 +206,8 @@ FUNCTIONS |= {
     "jnp.nan_to_num nan": (lambda x: jnp.nan_to_num(jnp.where(_MASK, x, jnp.nan)), "x"),
     "nn.softmax where": (lambda x: nn.softmax(x, where=_MASK), "x"),
     "nn.log_softmax masked": (lambda x: jnp.where(_MASK, nn.log_softmax(jnp.where(_MASK, x, -jnp.inf)), 0.0), "x"),
-    "nn.logsumexp": (lambda x: nn.logsumexp(x, 1), "x"),
     "nn.one_hot": (lambda n, w: nn.one_hot(n, 8) @ w, "nw"),
     "nn.gelu exact": (lambda x: nn.gelu(x, approximate=False), "x"),
-    "nn.logmeanexp": (lambda x: nn.logmeanexp(x, 1), "x"),
     "nn.dot_product_attention": (lambda q, k, v: nn.dot_product_attention(q, k, v, is_causal=True), "hhh"),
     "nn.initializers": (lambda x: x * nn.initializers.ones(jax.random.key(0), (4, 8)), "x"),
     "lax.clamp": (lambda x: lax.clamp(-1.0, x, 1.0), "x"),
@@ -228,27 +215,14 @@ FUNCTIONS |= {
     "lax.select": (lambda x, y: lax.select(jnp.asarray(_MASK), x, y), "xp"),
     "lax.concatenate": (lambda x, y: lax.concatenate([x, y], 0), "xp"),
     "lax.pad": (lambda x, b: lax.pad(x, b, [(1, 1, 0), (0, 0, 1)]), "xb"),
-    "lax.rev": (lambda x: lax.rev(x, (1,)), "x"),
     "lax.slice": (lambda x: lax.slice(x, (1, 2), (3, 8)), "x"),
     "lax.dynamic_slice": (lambda x, n: lax.dynamic_slice(x, (n[0, 0] % 3, 0), (2, 8)), "xn"),
     "lax.dynamic_update_slice": (lambda x, y, n: lax.dynamic_update_slice(x, y[:2], (n[0, 0] % 3, 0)), "xpn"),
     "lax.dynamic_index_in_dim": (lambda x, n: lax.dynamic_index_in_dim(x, n[0, 0] % 4), "xn"),
     "lax.gather": (lambda x: x[_ROWS, _ROWS], "x"),
-    "lax.reduce_max": (lambda x: lax.reduce_max(x, (1,)), "x"),
-    "lax.reduce_min": (lambda x: lax.reduce_min(x, (1,)), "x"),
-    "lax.reduce_sum": (lambda x: lax.reduce_sum(x, (1,)), "x"),
-    "lax.reduce_prod": (lambda x: lax.reduce_prod(x, (1,)), "x"),
-    "lax.cumsum": (lambda x: lax.cumsum(x, 1), "x"),
-    "lax.cumprod": (lambda x: lax.cumprod(x, 1), "x"),
-    "lax.cummax": (lambda x: lax.cummax(x, 1), "x"),
-    "lax.cummin": (lambda x: lax.cummin(x, 1), "x"),
-    "lax.cumlogsumexp": (lambda x: lax.cumlogsumexp(x, 1), "x"),
     "lax.argmax": (lambda x: lax.argmax(x, 1, jnp.int32), "x"),
     "lax.sort_key_val": (lambda x, y: lax.sort_key_val(x, y)[1], "xp"),
-    "lax.reduce_window": (
-        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID"),
-        "x",
-    ),
+    "lax.reduce_window": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID"), "x"),
     "lax.reduce_window sum": (lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 2), "VALID"), "x"),
     "lax.reduce": (lambda x: lax.reduce(x, 0.0, lax.add, (1,)), "x"),
     "lax.conv": (lambda t, w: lax.conv(t[None], jnp.stack([w[:3, :3], w[3:6, :3]])[None], (1, 1), "SAME"), "tw"),
@@ -262,14 +236,10 @@ FUNCTIONS |= {
     "lax.associative_scan": (lambda x: lax.associative_scan(jnp.add, x), "x"),
     "lax.fori_loop": (lambda x, w: lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c @ w), x), "xw"),
     "lax.switch": (lambda x, n: lax.switch(n[0, 0] % 2, [jnp.sin, jnp.cos], x), "xn"),
-    "lax.expand_dims": (lambda x: lax.expand_dims(x, (1,)), "x"),
     "lax.reduce_precision": (lambda x: lax.reduce_precision(x, 8, 7), "x"),
     "lax.regularized incomplete beta": (lambda a, b, u: lax.betainc(a, b, u), "ppu"),
     "lax.polygamma": (lambda p: lax.polygamma(jnp.ones_like(p), p), "p"),
-    "lax.linalg.triangular_solve": (
-        lambda m, w: lax.linalg.triangular_solve(m, w, left_side=True, lower=True),
-        "mw",
-    ),
+    "lax.linalg.triangular_solve": (lambda m, w: lax.linalg.triangular_solve(m, w, left_side=True, lower=True), "mw"),
     "special.betainc": (jsp.special.betainc, "ppu"),
     "special.polygamma": (lambda p: jsp.special.polygamma(1, p), "p"),
     "special.multigammaln": (lambda g: jsp.special.multigammaln(g, 2), "g"),
@@ -282,8 +252,6 @@ FUNCTIONS |= {
     "stats.bernoulli": (lambda n, u: jsp.stats.bernoulli.logpmf(n % 2, u), "nu"),
     "stats.poisson": (lambda n, p: jsp.stats.poisson.logpmf(n, p), "np"),
     "stats.binom": (lambda n, u: jsp.stats.binom.logpmf(n, 8, u), "nu"),
-    "stats.rankdata": (lambda x: jsp.stats.rankdata(x, axis=1), "x"),
-    "stats.sem": (lambda x: jsp.stats.sem(x, axis=1), "x"),
     "stats.gaussian_kde": (lambda v, k: jsp.stats.gaussian_kde(v)(k), "vk"),
     "signal.convolve": (lambda v, k: jsp.signal.convolve(v, k, "same"), "vk"),
     "signal.convolve2d": (lambda x, w: jsp.signal.convolve2d(x, w[:3, :3], "same"), "xw"),

@@ -43,11 +43,6 @@ def mean_in_float32(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.pmean(x.astype(jnp.float32), AXIS), tree)
 
 
-def replicated_spec(x: Any) -> P:
-    del x
-    return P()
-
-
 def unchanged(after: Any, before: Any) -> bool:
     """Whether nothing was computed between two host trees: they lie alike in memory, -0.0 and NaNs too."""
     pairs = zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
@@ -68,12 +63,7 @@ def fsdp_spec(x: Any) -> P:
 
 
 class Regime:
-    """One device: the regime that all others are compared with.
-
-    Attributes:
-      name: for the ids of tests.
-      axis_name: the axis that is bound inside the step, or None.
-    """
+    """One device, with which all other regimes are compared. `axis_name` is the axis that is bound inside the step."""
 
     name: str = "single"
     axis_name: str | None = None
@@ -122,7 +112,7 @@ class Jit(Regime):
     """Plain jit; arrays come with a sharding, and XLA does the rest."""
 
     name: str
-    param_spec: Callable[[Any], P] = replicated_spec
+    param_spec: Callable[[Any], P] = lambda x: P()
     batch_spec: P = dataclasses.field(default_factory=lambda: P(AXIS))
     axis_type: AxisType = AxisType.Auto
     axis_name: str | None = None
@@ -170,14 +160,8 @@ class ShardMap(Jit):
     axis_name: str | None = AXIS
 
     def compile(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        spread = jax.shard_map(
-            _with_common_loss(step),
-            mesh=self.mesh,
-            in_specs=(P(), P(AXIS)),
-            out_specs=P(),
-            check_vma=self.check_vma,
-        )
-        return jax.jit(spread)
+        specs: Any = {"in_specs": (P(), P(AXIS)), "out_specs": P()}
+        return jax.jit(jax.shard_map(_with_common_loss(step), mesh=self.mesh, **specs, check_vma=self.check_vma))
 
 
 def _with_common_loss(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,7 +186,13 @@ REGIMES: dict[str, Regime] = {
     )
 }
 
-# What runs by default, as (regime, framework, dtype, accumulate): each regime and each framework, in both dtypes.
+
+def regime_of(name: str) -> Regime:
+    """That of a name; "single": one device."""
+    return SINGLE if name == "single" else REGIMES[name]
+
+
+# What is chosen from all, as (regime, framework, dtype, accumulate): each regime and each framework, in both dtypes.
 SAMPLE = (
     ("pmap", "plain", "fp16", 1),
     ("shard_map", "nnx", "fp16", 1),
@@ -217,14 +207,10 @@ SAMPLE = (
 
 
 class Job(NamedTuple):
-    """A model with its optimizer.
+    """A model with its optimizer: its first state, a pytree of arrays, and a step.
 
-    Attributes:
-      state: the initial state, a pytree of arrays.
-      step: `(state, batch, mean) -> (state, loss)`.
-      opt_state: finds the optimizer's state in a state.
-      kept: what a skipped step must leave alone: all but the loss scale and the skip counters.
-      values: what is compared between regimes, by name.
+    Of a state, `opt_state` finds the optimizer's; `kept` is what a skipped step must leave alone, all but the loss
+    scale and the skip counters; `values` is what is compared between regimes, by name.
     """
 
     state: Any
@@ -297,17 +283,18 @@ def _plain_job(dtype: str, accumulate: int, *, fused: bool) -> Job:
         loss, grads = jaxmp.value_and_grad(plain_loss, accumulate=accumulate)(params, batch, opt_state=opt_state)
         return jaxmp.apply_gradients(tx, grads, opt_state, params), loss
 
-    def values(state: Any) -> dict[str, Any]:
-        params, opt_state = state
-        return {
-            "params": params,
-            "masters": jaxmp.get_master_params(opt_state, params),
-            "moments": optax.tree.get(opt_state, "mu"),
-            "count": optax.tree.get(opt_state, "count"),
-        }
-
     state = (policy.cast_to_param(params32), tx.init(params32))
-    return Job(state, step, lambda s: s[1], lambda s: (s[0], guarded(s[1])), values)
+    return Job(state, step, lambda s: s[1], lambda s: (s[0], guarded(s[1])), lambda s: _values(*s))
+
+
+def _values(params: Any, opt_state: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "params": params,
+        "masters": jaxmp.get_master_params(opt_state, params),
+        "moments": optax.tree.get(opt_state, "mu"),
+        "count": optax.tree.get(opt_state, "count"),
+        **more,
+    }
 
 
 class LinenNet(nn.Module):
@@ -350,14 +337,7 @@ def _linen_job(dtype: str, axis_name: str | None) -> Job:
         return state.params, state.batch_stats, state.step, guarded(state.opt_state)
 
     def values(state: BatchNormState) -> dict[str, Any]:
-        return {
-            "params": state.params,
-            "masters": jaxmp.get_master_params(state.opt_state, state.params),
-            "moments": optax.tree.get(state.opt_state, "mu"),
-            "count": optax.tree.get(state.opt_state, "count"),
-            "batch_stats": state.batch_stats,
-            "step": state.step,
-        }
+        return _values(state.params, state.opt_state, batch_stats=state.batch_stats, step=state.step)
 
     return Job(state, step, lambda s: s.opt_state, kept, values)
 
@@ -401,14 +381,8 @@ def _nnx_job(dtype: str, axis_name: str | None) -> Job:
         return model_state(state, ...), guarded(opt_state(state))
 
     def values(state: Any) -> dict[str, Any]:
-        params = model_state(state, nnx.Param)
-        return {
-            "params": params,
-            "masters": jaxmp.get_master_params(opt_state(state), params),
-            "moments": optax.tree.get(opt_state(state), "mu"),
-            "count": optax.tree.get(opt_state(state), "count"),
-            "batch_stats": model_state(state, nnx.BatchStat),
-        }
+        params, batch_stats = model_state(state, nnx.Param), model_state(state, nnx.BatchStat)
+        return _values(params, opt_state(state), batch_stats=batch_stats)
 
     return Job(initial, step, opt_state, kept, values)
 
@@ -431,13 +405,10 @@ def make_batches() -> list[dict[str, Any]]:
 
 
 class Trace(NamedTuple):
-    """What a run did.
+    """What a run did: lists by step; `devices` and `types` begin before the first one.
 
-    Attributes:
-      devices: `devices[step][device]`, what each device held, from before the first step on.
-      losses: the loss of each step.
-      types: `jax.typeof` of the state's leaves, and their shardings, from before the first step on.
-      programs: how many programs were traced or compiled by each step.
+    `devices[step][device]` is what each device held, `types` are `jax.typeof` of the state's leaves and their
+    shardings, `programs` counts what was traced or compiled.
     """
 
     devices: list[list[Any]]
@@ -462,8 +433,11 @@ def compile_events() -> list[str]:
 @functools.cache
 def trace_of(regime_name: str, framework: str, dtype: str, accumulate: int = 1) -> Trace:
     """The run of one job in one regime ("single" for one device) over `make_batches()`."""
-    regime = SINGLE if regime_name == "single" else REGIMES[regime_name]
-    job = make_job(framework, dtype, regime.axis_name, accumulate)
+    regime = regime_of(regime_name)
+    return run_job(regime, make_job(framework, dtype, regime.axis_name, accumulate), make_batches())
+
+
+def run_job(regime: Regime, job: Job, batches: list[Any]) -> Trace:
     compiled = regime.compile(job.step)
     state = regime.place(job.state)
 
@@ -472,10 +446,10 @@ def trace_of(regime_name: str, framework: str, dtype: str, accumulate: int = 1) 
 
     trace = Trace([regime.copies(state)], [], [types(state)], [])
     events = compile_events()
-    for batch in make_batches():
+    for batch in batches:
         batch = jax.block_until_ready(regime.shard(batch))
         events.clear()
-        state, loss = compiled(state, batch)
+        state, loss = jax.block_until_ready(compiled(state, batch))
         trace.programs.append(len(events))
         trace.devices.append(regime.copies(state))
         trace.losses.append(float(regime.copies(loss)[0]))
@@ -500,13 +474,7 @@ TOLERANCE = {"fp16": 4 * 2.0**-10, "bf16": 4 * 2.0**-7}
 def check_run(job: Job, dtype: str, devices: list[list[Any]]) -> list[dict[str, np.ndarray]]:
     """Asserts what holds of every run: all devices alike to the bit, the right decisions, skips that change nothing.
 
-    Args:
-      job: what ran.
-      dtype: "fp16" or "bf16".
-      devices: `devices[step][device]`, from before the first step on.
-
-    Returns:
-      The metrics after each step.
+    `devices[step][device]` begins before the first step; `dtype` is "fp16" or "bf16". Returns each step's metrics.
     """
     for copies in devices:
         assert len(copies) == DEVICES

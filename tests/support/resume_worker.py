@@ -9,7 +9,6 @@ have the digest of all params and state without padding, and one process may be 
 {"kill_in_save_of": step or null, "steps": how many}.
 """
 
-import hashlib
 import json
 import os
 import pathlib
@@ -21,6 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+import helpers
 import jaxmp
 import regimes
 
@@ -30,17 +30,11 @@ STEPS, EVERY, BAD_STEP, BAD_RANK, DIES_AFTER = 9, 3, 4, 1, 7
 def digest_of_all(tree, layout):
     """A number for every bit of a tree that is cut over the processes, padding aside. All processes call it."""
     trimmed = jax.jit(lambda tree: jaxmp.fsdp.trim(tree, layout), out_shardings=NamedSharding(layout.mesh, P()))(tree)
-    found = hashlib.sha256()
-    for x in jax.tree.leaves(trimmed):
-        found.update(np.asarray(x.addressable_data(0)).tobytes())
-    return found.hexdigest()[:16]
+    return helpers.digest(trimmed, lambda x: np.asarray(x.addressable_data(0)))
 
 
 def digest(tree):
-    found = hashlib.sha256()
-    for x in jax.tree.leaves(tree):
-        found.update(np.asarray(x.addressable_shards[0].data).tobytes())
-    return found.hexdigest()[:16]
+    return helpers.digest(tree, lambda x: np.asarray(x.addressable_shards[0].data))
 
 
 def batch_of(step):
@@ -92,9 +86,7 @@ def main(rank, processes, port, folder):
             params, opt_state = train_step(params, opt_state, batch)
             metrics = jaxmp.get_metrics(opt_state)
             line = f"{step} {digest((params, opt_state))} {float(metrics['loss_scale'])} {bool(metrics['skipped'])}"
-            if plan:
-                line = f"{step} {digest_of_all((params, opt_state), layout)}"
-            print(line, file=log, flush=True)
+            print(f"{step} {digest_of_all((params, opt_state), layout)}" if plan else line, file=log, flush=True)
             if plan:
                 jaxmp.checkpoint.save(steps, step, params=params, opt_state=opt_state, layout=layout)
                 if step == plan["kill_in_save_of"]:  # its part is being written

@@ -7,12 +7,9 @@ zeros of both signs and subnormal numbers, and now and then a larger one, inf or
 every param, master, moment, count and scale is compared with `step_oracle`, and all devices with each other.
 """
 
-import argparse
 import collections
 import functools
 import sys
-import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +18,6 @@ import numpy as np
 import optax
 
 import campaigns
-import helpers
 import jaxmp
 import regimes
 import step_oracle
@@ -112,7 +108,7 @@ class World:
     """One optimizer, precision and regime, compiled once."""
 
     def __init__(self, regime_name: str, precision: str, optimizer_name: str):
-        self.regime = regimes.SINGLE if regime_name == "single" else regimes.REGIMES[regime_name]
+        self.regime = regimes.regime_of(regime_name)
         self.precision = PRECISIONS[precision]
         self.hyper = HYPER[optimizer_name.removeprefix("fused_")]
         self.is_fp16 = self.precision.policy == "fp16"
@@ -148,10 +144,8 @@ class World:
         params, opt_state = copies[0]
         masters = jax.tree.map(np.asarray, self.masters(opt_state, params))
         moments = {name: optax.tree.get(opt_state, name) for name in MOMENTS[self.hyper.rule]}
-        leaves = {
-            leaf: {"master": masters[leaf]} | {name: moment[leaf] for name, moment in moments.items()}
-            for leaf in SHAPES
-        }
+        by_name = {"master": masters} | moments
+        leaves = {leaf: {name: tree[leaf] for name, tree in by_name.items()} for leaf in SHAPES}
         metrics = {name: np.asarray(x).item() for name, x in jaxmp.get_metrics(opt_state).items()}
         count = 0 if self.hyper.rule == "sgd" else int(optax.tree.get(opt_state, "count"))
         return Seen(params, leaves, count, metrics, (params, guarded(opt_state)))
@@ -275,25 +269,11 @@ def run(index: int, count: int, seed: int) -> collections.Counter:
 
 def main() -> int:
     """The campaign."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--count", type=int, default=20_000, help="steps in all")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="where results go")
-    arguments = parser.parse_args()
-    rows, failed = [], []
-    for index, names in helpers.shown(enumerate(WORLDS), "regimes"):
-        start = time.perf_counter()
-        share = arguments.count // len(WORLDS) + (index < arguments.count % len(WORLDS))
-        try:
-            done = run(index, share, arguments.seed)
-        except AssertionError as e:
-            failed.append(str(e))
-            done = collections.Counter()
-        rows.append(dict(zip(("regime", "precision", "optimizer"), names, strict=True)) | {"steps": dict(done)})
-        print(f"{', '.join(names)}: {dict(done)}, {time.perf_counter() - start:.0f} s", flush=True)
-    command = f"python tests/support/step_campaign.py --count {arguments.count} --seed {arguments.seed}"
-    counted = {"steps": sum(sum(row["steps"].values()) for row in rows)}
-    return campaigns.finish(arguments.json, command, counted, ("wrong_steps", failed), rows)
+
+    def row_of(regime: str, precision: str, optimizer: str, steps: dict[str, int]) -> dict[str, Any]:
+        return {"regime": regime, "precision": precision, "optimizer": optimizer, "steps": steps}
+
+    return campaigns.over_worlds("step_campaign.py", __doc__, 20_000, "steps", "wrong_steps", WORLDS, run, row_of)
 
 
 if __name__ == "__main__":

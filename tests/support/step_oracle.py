@@ -46,10 +46,8 @@ class ScaleRule(NamedTuple):
 class Element(NamedTuple):
     """What an update makes of one leaf, in float64, with bounds of the rounding errors.
 
-    Attributes:
-      moments: name -> (value, largest term).
-      update: the update; `spread` bounds its error.
-      leaves: bool; a number of the element may leave the range of float32, or has left it before.
+    `moments[name]` is (value, largest term); `spread` bounds the error of `update`; where `leaves` is True a number of
+    the element may leave the range of float32, or has left it before.
     """
 
     moments: dict[str, tuple[np.ndarray, np.ndarray]]
@@ -83,16 +81,10 @@ def _sum(*terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def update_of(h: Hyper, g: np.ndarray, moments: dict[str, Any], new: dict[str, Any], w: Any, count: int) -> Element:
-    """The update of one leaf.
+    """The update of one leaf from its unscaled gradient, the moments and the master before the step.
 
-    Args:
-      h: the optimizer's numbers.
-      g: float64, unscaled.
-      moments: before the step.
-      new: the moments after the step, as the program under test stored them. The update is computed from these, so
-        that their own rounding errors are not counted twice.
-      w: the master before the step.
-      count: steps taken, with this one.
+    It is computed from `new`, the moments after the step as the program under test stored them, so that their own
+    rounding errors are not counted twice. `count`: steps taken, with this one.
     """
     w, old = _f64(w), {name: _f64(x) for name, x in moments.items()}
     decay = h.weight_decay * w
@@ -131,14 +123,8 @@ def update_of(h: Hyper, g: np.ndarray, moments: dict[str, Any], new: dict[str, A
 def check_leaf(h: Hyper, g: Any, before: dict[str, Any], after: dict[str, Any], count: int, unit: float) -> np.ndarray:
     """Raises AssertionError where a leaf's master or moments are wrong; returns which elements may leave float32.
 
-    Of these it is only checked that inf and NaN enter a moment.
-
-    Args:
-      h: the optimizer's numbers.
-      g: the unscaled gradient, float64.
-      before, after: "master" and the moments by name, float32.
-      count: steps taken, with this one.
-      unit: the relative spacing of masters beyond float32's: 0, or 2^-15 for masters of 24 bits.
+    Of these it is only checked that inf and NaN enter a moment. `before` and `after` have "master" and the moments by
+    name, in float32; `unit` is the relative spacing of masters beyond float32's: 0, or 2^-15 for masters of 24 bits.
     """
     moments = [name for name in before if name != "master"]
     with np.errstate(all="ignore"):
