@@ -28,7 +28,8 @@ def name_of(page):
 
 
 # Sizes of data that a reader may change. What a page asserts holds with others, too.
-SIZE = re.compile(r"^((?:(?:batch|rows|columns|features|hidden|classes|tokens)(?:, )?)+) = ((?:\d+(?:, )?)+)", flags=re.MULTILINE)
+_NAMES = "batch|rows|columns|features|hidden|classes|tokens"
+SIZE = re.compile(rf"^((?:(?:{_NAMES})(?:, )?)+) = ((?:\d+(?:, )?)+)", flags=re.MULTILINE)
 
 
 def with_sizes(code, factor):
@@ -69,6 +70,18 @@ def test_code_of_page_runs_with_data_of_another_size(page):
 def test_most_pages_name_the_sizes_of_their_data():
     assert len(SIZED) >= 20
     assert with_sizes("rows, features = 32, 8  # any\nx = 4", 3) == "rows, features = 96, 24  # any\nx = 4"
+
+
+def test_no_line_of_code_is_clipped():
+    """At a width of 1280 pixels a page shows 88 characters."""
+    long = [
+        f"{name_of(page)}: {line}"
+        for page in DOCS
+        for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+        if len(line) > 88
+    ]
+    assert long == []
 
 
 def slugs_of(page):
