@@ -21,26 +21,31 @@ def state_of(scale):
     return jaxmp.mixed_precision(optax.sgd(0.1), "fp16", loss_scale=scale).init(W)
 
 
+adjust = jax.jit(lambda scale, finite: scale.adjust(finite))
+
+
 def numbers(scale):
     return float(scale.loss_scale), int(scale.growth_count)
 
 
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("floor", [None, 4.0])
-@pytest.mark.parametrize("fin_steps", [0, 2, 3])
+@pytest.mark.parametrize(("fin_steps", "floor"), [(0, None), pytest.param(3, 4.0, marks=pytest.mark.thorough(0))])
 def test_a_scale_of_flax_moves_as_flax_moves_it(fin_steps, floor):
     theirs = DynamicScale(growth_interval=3, scale=16.0, fin_steps=fin_steps, minimum_scale=floor)
     ours = import_loss_scale(theirs)
+    step = jax.jit(lambda scale, x: scale.value_and_grad(lambda p: p * x)(jnp.float32(1.0)))
     for finite in np.random.default_rng(0).random(40) < 0.8:
-        grad = theirs.value_and_grad(lambda p, f=finite: p * (1.0 if f else jnp.inf))(jnp.float32(1.0))
+        grad = step(theirs, np.float32(1.0 if finite else np.inf))
         assert bool(grad.finite) == finite
-        theirs, ours = grad.dynamic_scale, ours.adjust(bool(finite))
+        theirs, ours = grad.dynamic_scale, adjust(ours, finite)
         assert numbers(ours) == (float(theirs.scale), int(theirs.fin_steps))
 
 
-def test_a_dict_of_flax_is_read_with_its_defaults():
-    got = import_loss_scale({"scale": np.float32(8.0), "fin_steps": np.int32(3)})
-    assert numbers(got) == (8.0, 3) and "growth_interval=2001" in repr(got)
+def test_dicts_are_read_with_their_defaults_and_a_used_up_scale_still_moves():
+    flax = import_loss_scale({"scale": np.float32(8.0), "fin_steps": np.int32(3)})
+    assert numbers(flax) == (8.0, 3) and "growth_interval=2001" in repr(flax)
+    used_up = import_loss_scale({"scale": 8.0, "growth_tracker": 0, "hysteresis_tracker": 0})
+    assert int(used_up.hysteresis_left) == 1
+    assert numbers(used_up.adjust(False)) == (4.0, 0)
 
 
 def test_torch_in_and_out():
@@ -74,26 +79,18 @@ def test_setting_a_scale_leaves_all_else_and_the_rule():
     assert float(jaxmp.get_loss_scale(set_loss_scale(shared, 2.0))) == 2.0
 
 
-def test_a_used_up_scale_still_counts_as_one_that_moves():
-    used_up = import_loss_scale({"scale": 8.0, "growth_tracker": 0, "hysteresis_tracker": 0})
-    assert int(used_up.hysteresis_left) == 1
-    assert numbers(used_up.adjust(False)) == (4.0, 0)
-
-
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
         ({"scale": [1.0], "growth_tracker": 1}, "hysteresis_tracker has missing"),
         ({"scale": [0.0], "growth_tracker": 1, "hysteresis_tracker": 2}, "positive and finite; got 0"),
-        ({"scale": [1.0, 2.0], "growth_tracker": 1, "hysteresis_tracker": 2}, "scale has 2"),
         (TORCH | {"scale": [1.0, 2.0]}, "scale has 2"),
-        (TORCH | {"scale": float("inf")}, "positive and finite; got inf"),
         ({"scale": 2.0}, "it lacks growth_factor"),
         ({}, "of an enabled scaler; got an empty one"),
         ({"fin_steps": 3}, "scale has missing"),
         (3.0, "got 3.0"),
     ],
-    ids=["megatron", "zero", "two", "torch two", "inf", "torch", "empty", "flax", "number"],
+    ids=["megatron", "zero", "two", "torch", "empty", "flax", "number"],
 )
 def test_what_is_no_loss_scale(saved, message):
     with pytest.raises(ValueError, match=message):

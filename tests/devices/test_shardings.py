@@ -33,10 +33,10 @@ OPTIMIZERS = {
 def test_state_of_a_params_shape_lies_as_it_does(name):
     tx = jaxmp.mixed_precision(OPTIMIZERS[name], "fp16")
     state = jax.eval_shape(tx.init, PARAMS)
-    found = jaxmp.sharding_of(tx, PARAMS, SHARDINGS)
-    assert jax.tree.structure(found) == jax.tree.structure(state)
+    shardings = jaxmp.sharding_of(tx, PARAMS, SHARDINGS)
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
     seen = set()
-    for (path, x), sharding in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(found), strict=True):
+    for (path, x), sharding in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(shardings), strict=True):
         at = jax.tree_util.keystr(path)
         expected = P()
         for end, param, spec in (
@@ -66,26 +66,22 @@ def test_state_is_made_where_it_lies():
 
 def test_specs_give_specs():
     tx = jaxmp.mixed_precision(optax.adam(1e-3), "bf16")
-    found = jaxmp.sharding_of(tx, PARAMS, SPECS)
-    assert optax.tree.get(found, "mu")["kernel"] == P(None, "fsdp")
-    assert optax.tree.get(found, "loss_scale") == P()
+    shardings = jaxmp.sharding_of(tx, PARAMS, SPECS)
+    assert optax.tree.get(shardings, "mu")["kernel"] == P(None, "fsdp")
+    assert optax.tree.get(shardings, "loss_scale") == P()
     prefix = jaxmp.sharding_of(tx, PARAMS, {"dense": P("fsdp"), "kernel": P()})
     assert optax.tree.get(prefix, "mu")["dense"] == {"kernel": P("fsdp"), "bias": P("fsdp")}
 
 
-def test_a_single_array_has_a_single_sharding():
+def test_a_single_array_and_a_memory_of_its_own():
     tx = jaxmp.mixed_precision(optax.adam(1e-3), "bf16")
-    found = jaxmp.sharding_of(tx, jnp.ones((8, 2)), NamedSharding(MESH, P("fsdp")))
-    assert optax.tree.get(found, "mu").spec == P("fsdp")
-    assert optax.tree.get(found, "count").spec == P()
-
-
-def test_the_memory_of_a_param_is_that_of_its_state():
-    tx = jaxmp.mixed_precision(optax.adam(1e-3), "bf16")
+    shardings = jaxmp.sharding_of(tx, jnp.ones((8, 2)), NamedSharding(MESH, P("fsdp")))
+    assert optax.tree.get(shardings, "mu").spec == P("fsdp")
+    assert optax.tree.get(shardings, "count").spec == P()
     host = NamedSharding(MESH, P("fsdp"), memory_kind="pinned_host")
-    found = jaxmp.sharding_of(tx, {"w": jnp.ones((8, 2))}, {"w": host})
-    assert optax.tree.get(found, "mu")["w"] == host
-    assert optax.tree.get(found, "loss_scale").memory_kind != "pinned_host"
+    shardings = jaxmp.sharding_of(tx, {"w": jnp.ones((8, 2))}, {"w": host})
+    assert optax.tree.get(shardings, "mu")["w"] == host
+    assert optax.tree.get(shardings, "loss_scale").memory_kind != "pinned_host"
 
 
 SHORT = {"dense": SHARDINGS["dense"]}
@@ -115,6 +111,6 @@ def test_shardings_that_do_not_match_are_named(name):
 def test_a_field_of_a_state_is_no_param_of_that_name():
     """`.count` and `.mu` are fields of Adam's state; a param may be called so, too."""
     params = {"count": jax.ShapeDtypeStruct((), jnp.float32), "mu": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
-    found = jaxmp.sharding_of(optax.adam(1e-3), params, {"count": P(), "mu": P("fsdp")})
-    assert found[0].mu == {"count": P(), "mu": P("fsdp")}
-    assert found[0].count == P()
+    shardings = jaxmp.sharding_of(optax.adam(1e-3), params, {"count": P(), "mu": P("fsdp")})
+    assert shardings[0].mu == {"count": P(), "mu": P("fsdp")}
+    assert shardings[0].count == P()

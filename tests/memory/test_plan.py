@@ -2,9 +2,7 @@
 
 import math
 
-import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
@@ -31,14 +29,13 @@ def on_device(tree):
 # The formula
 
 
-@pytest.mark.parametrize(("policy", "a_value"), [("fp32", 4), ("fp16", 2), ("bf16", 2), ("bf16-mixed", 2)])
+@pytest.mark.parametrize(("policy", "a_value"), [("fp32", 4), ("bf16", 2), ("bf16-mixed", 2)])
 def test_sixteen_bytes_a_parameter_and_four_or_two_an_activation(policy, a_value):
     """Micikevicius et al. 2018: Adam takes 16P + 4N in float32, 16P + 2N in 16 bits with masters."""
-    params = {"w0": S((64, 128), F32), "w1": S((128, 32), F32)}
-    p = 64 * 128 + 128 * 32
+    params, p = {"w0": S((1000, 900), F32), "w1": S((1000, 100), F32)}, 10**6
     plan = memory.plan(params, policy, optimizer=jaxmp.mixed_precision(optax.adam(1e-3), policy))
     parts = plan.params, plan.masters, plan.gradients
-    assert parts == ((2 * p, 4 * p, 2 * p) if policy in ("fp16", "bf16") else (4 * p, 0, 4 * p))
+    assert parts == ((2 * p, 4 * p, 2 * p) if policy == "bf16" else (4 * p, 0, 4 * p))
     assert 8 * p <= plan.optimizer <= 8 * p + SCALARS
     assert (plan.num_params, plan.activation) == (p, a_value)
     assert plan.total == plan.params + plan.masters + plan.optimizer + plan.gradients
@@ -46,32 +43,27 @@ def test_sixteen_bytes_a_parameter_and_four_or_two_an_activation(policy, a_value
     plain = plan.float32
     assert (plain.params, plain.masters, plain.optimizer, plain.gradients) == (4 * p, 0, plan.optimizer, 4 * p)
     assert (plain.num_params, plain.activation, plain.float32) == (p, 4, None)
-
-
-def test_the_table_has_both_sums():
-    params = {"w": S((1000, 1000), F32)}
-    plan = memory.plan(params, "bf16", optimizer=jaxmp.mixed_precision(optax.adam(1e-3), "bf16"))
-    lines = [line.split() for line in str(plan).splitlines()]
-    assert lines[0] == ["planned", "float32"]
-    assert lines[1] == ["params", "2.00", "MB", "4.00", "MB"]
-    assert lines[2] == ["masters", "4.00", "MB", "0", "B"]
-    assert lines[-3] == ["total", "16.00", "MB", "16.00", "MB"]
-    assert lines[-2] == ["a", "parameter", "16.00", "B", "16.00", "B"]
-    assert lines[-1] == ["an", "activation", "2", "B", "4", "B"]
+    if policy == "bf16":  # the table has both sums
+        lines = [line.split() for line in str(plan).splitlines()]
+        assert lines[:2] == [["planned", "float32"], ["params", "2.00", "MB", "4.00", "MB"]]
+        assert lines[2] == ["masters", "4.00", "MB", "0", "B"]
+        assert lines[-3] == ["total", "16.00", "MB", "16.00", "MB"]
+        assert lines[-2] == ["a", "parameter", "16.00", "B", "16.00", "B"]
+        assert lines[-1] == ["an", "activation", "2", "B", "4", "B"]
 
 
 def test_bytes_a_parameter_are_those_that_the_docs_promise():
     params, adam = {"w": S((2**16, 1024), F32)}, optax.adam(1e-3)
     small = jaxmp.fused_adamw(1e-3, state_dtype=jnp.int8)
     alone = optax.chain(jaxmp.float32_moments(adam), jaxmp.stochastic_round_updates(seed=0))
-    found = [
+    jobs = [
         (12, "fp32", jaxmp.mixed_precision(adam, "fp32")),
         (14, "bf16", jaxmp.mixed_precision(adam, "bf16")),
         (12, "bf16", jaxmp.mixed_precision(adam, "bf16", remainder_bits=16)),
         (5.03, "bf16", jaxmp.mixed_precision(small, "bf16", remainder_bits=8)),
         (10, "bf16", jaxmp.unscale_and_skip(alone)),
     ]
-    for expected, policy, tx in found:
+    for expected, policy, tx in jobs:
         plan = memory.plan(params, policy, optimizer=tx)
         assert (plan.total - plan.gradients) / plan.num_params == pytest.approx(expected, abs=0.005)
 
@@ -87,7 +79,6 @@ NOISY = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(1)), optax.adam(1e-
 ALONE = optax.chain(jaxmp.float32_moments(optax.adam(1e-3)), jaxmp.stochastic_round_updates(seed=0))
 EIGHT = jaxmp.fused_adamw(1e-3, state_dtype=jnp.int8)
 RECIPES = {
-    "fp32": ("fp32", jaxmp.mixed_precision(optax.adam(1e-3), "fp32")),
     "fp16": ("fp16", jaxmp.mixed_precision(optax.adam(1e-3), "fp16")),
     "16-mixed": ("16-mixed", jaxmp.mixed_precision(optax.adam(1e-3), "16-mixed")),
     "a norm in float32": (NORM_IN_FLOAT32, jaxmp.mixed_precision(optax.adam(1e-3), NORM_IN_FLOAT32)),
@@ -105,18 +96,17 @@ RECIPES = {
 }
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_stored_is_what_arrays_take(name):
     policy, tx = RECIPES[name]
     params32 = {"big": jnp.ones((32, 256)), "norm": jnp.ones(256), "frozen": jnp.ones((16, 16))}
-    stored = jaxmp.get_policy(policy).cast_to_param(params32)
+    stored = grads = jaxmp.get_policy(policy).cast_to_param(params32)
     has_masters = name not in ("no masters", "plain optax")
     opt_state = jax.jit(tx.init)(params32 if has_masters else stored)
     plan = memory.plan(jax.eval_shape(lambda: params32), policy, optimizer=tx)
     assert plan == memory.plan(params32, policy, optimizer=tx)
-    grads = stored
-    if name not in ("no masters", "plain optax"):
+    if has_masters:
 
         def loss_fn(params):
             return sum(jnp.sum((x.astype(F32) @ jnp.ones((x.shape[-1], 16))) ** 2) for x in jax.tree.leaves(params))
@@ -138,48 +128,14 @@ def test_fp8_scales_and_histories_are_counted():
         return jnp.mean(model.apply({"params": params}, x).astype(F32) ** 2)
 
     with jaxmp.fp8.autocast(filter=lambda path, layer: True):
-        params32 = model.init(jax.random.key(0), x)["params"]
-        params, opt_state = policy.cast_to_param(params32), tx.init(params32)
-        _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=opt_state)
+        params32 = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+        params, opt_state = (jax.eval_shape(f, params32) for f in (policy.cast_to_param, tx.init))
+        _, grads = jax.eval_shape(lambda p, s: jaxmp.value_and_grad(loss_fn)(p, x, opt_state=s), params, opt_state)
     plan = memory.plan(params32, policy, optimizer=tx)
     assert plan.num_params == 64 * 32 + 32
     assert (plan.params, plan.gradients) == (nbytes(params), nbytes(grads))
     assert plan.params + plan.masters + plan.optimizer == nbytes((params, opt_state))
     assert plan.float32.params == 4 * plan.num_params
-
-
-class NnxNet(nnx.Module):
-    def __init__(self, rngs):
-        self.dense, self.norm, self.drop = nnx.Linear(8, 24, rngs=rngs), nnx.BatchNorm(24, rngs=rngs), nnx.Dropout(0.5)
-
-
-def haiku_params():
-    net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, 24])(x)))
-    return jax.eval_shape(net.init, jax.random.key(0), S((4, 8), F32))
-
-
-def equinox_params():
-    mlp = eqx.filter_eval_shape(eqx.nn.MLP, 8, 24, 16, 2, key=jax.random.key(0))
-    return eqx.filter(mlp, lambda x: isinstance(x, S))
-
-
-def linen_params():
-    return jax.eval_shape(nn.MultiHeadDotProductAttention(4).init, jax.random.key(0), S((2, 5, 24), F32))["params"]
-
-
-def nnx_params():
-    return nnx.state(nnx.eval_shape(lambda: NnxNet(nnx.Rngs(0))), nnx.Param)
-
-
-@pytest.mark.parametrize("make", [haiku_params, equinox_params, linen_params, nnx_params])
-@pytest.mark.parametrize("policy", ["bf16", "bf16-mixed"])
-def test_params_of_other_frameworks_against_eval_shape_by_hand(make, policy):
-    params, tx = make(), jaxmp.mixed_precision(optax.adamw(1e-3), policy)
-    plan = memory.plan(params, policy, optimizer=tx)
-    stored = jax.eval_shape(jaxmp.get_policy(policy).cast_to_param, params)
-    assert plan.params == plan.gradients == nbytes(stored)
-    assert plan.masters + plan.optimizer == nbytes(jax.eval_shape(tx.init, params))
-    assert plan.num_params == sum(x.size for x in jax.tree.leaves(params)) > 0
 
 
 def test_a_trillion_params_are_planned_and_nothing_is_allocated():
@@ -200,7 +156,7 @@ def mesh_of(shape=(4, 2)):
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("name", ["fp16", "16 bits of remainder", "8 bits", "compressed", "adafactor", "plain optax"])
+@pytest.mark.parametrize("name", ["fp16", "8 bits", "adafactor", "plain optax"])
 def test_a_device_holds_what_xla_gives_it(name):
     """The arguments of a compiled program, with moments and masters cut as their params are."""
     policy, tx = RECIPES[name]
@@ -294,20 +250,6 @@ def test_fp8_scales_are_whole_on_every_device():
     assert one.optimizer - cut.optimizer == 2 * saved
 
 
-def test_a_layout_of_fsdp_is_planned_as_it_lies():
-    mesh, params = (
-        jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,)),
-        {"w": jnp.ones((17, 30)), "b": jnp.ones(3)},
-    )
-    layout, tx = jaxmp.fsdp.layout_of(params, mesh, min_size=8), jaxmp.mixed_precision(optax.adam(1e-3), "bf16")
-    padded = jaxmp.fsdp.pad(params, layout)
-    plan = memory.plan(padded, "bf16", optimizer=tx, places=layout.shardings)
-    places = jaxmp.sharding_of(tx, padded, layout.shardings)
-    assert plan.masters + plan.optimizer == on_device(jax.jit(tx.init, out_shardings=places)(padded))
-    stored = jax.device_put(jaxmp.get_policy("bf16").cast_to_param(padded), layout.shardings)
-    assert plan.params == on_device(stored)
-
-
 # Bad input
 
 
@@ -318,14 +260,11 @@ MESH = AbstractMesh((4,), ("data",))
     ("changes", "error", "message"),
     [
         ({"policy": 16}, TypeError, "a policy must be a name, a jmp string or a jmp.Policy; got int"),
-        ({"policy": "bf17"}, ValueError, "got 'bf17'"),
         ({"policy": optax.sgd(0.1)}, TypeError, "a policy must be a name, .*; got an optimizer"),
         ({"optimizer": optax.sgd}, TypeError, "must be an optax.GradientTransformation.*got function"),
         ({"params": optax.sgd(0.1)}, TypeError, "params must be arrays or jax.ShapeDtypeStructs; got function at"),
-        ({"params": {"w": "kernel"}}, TypeError, "params must be arrays or .*; got str at w"),
-        ({"params": NnxNet(nnx.Rngs(0))}, TypeError, r"got an nnx module. Pass nnx.state\(model, nnx.Param\)"),
+        ({"params": nnx.Linear(2, 3, rngs=nnx.Rngs(0))}, TypeError, r"got an nnx module. Pass nnx.state\(model, nnx.P"),
         ({"places": {"w": P("data")}}, TypeError, r"must be NamedShardings, as .*; got P\w* at w"),
-        ({"places": {"w": "data"}}, TypeError, "must be NamedShardings, as .*; got str at w"),
         ({"places": MESH}, TypeError, "must be NamedShardings, as .*; got AbstractMesh at <root>"),
         ({"places": {"v": NamedSharding(MESH, P())}}, ValueError, r"must match the params; got none for w"),
         (
@@ -338,7 +277,7 @@ MESH = AbstractMesh((4,), ("data",))
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
 def test_bad_input_is_named(changes, error, message):
-    given = {"params": {"w": S((16, 6), F32)}, "policy": "bf16", "places": None}
-    given |= {"optimizer": jaxmp.mixed_precision(optax.sgd(0.1), "bf16"), **changes}
+    arguments = {"params": {"w": S((16, 6), F32)}, "policy": "bf16", "places": None}
+    arguments |= {"optimizer": jaxmp.mixed_precision(optax.sgd(0.1), "bf16"), **changes}
     with pytest.raises(error, match=message):
-        memory.plan(given.pop("params"), given.pop("policy"), **given)
+        memory.plan(**arguments)

@@ -14,8 +14,6 @@ from helpers import assert_within_ulps
 from jaxmp.monitor import watch_activations
 from regimes import AXIS, mesh_of
 
-# What depends on a version of jax is in test_tensor_stats.py and test_taps.py. Tests share compiled functions.
-
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 4)).astype(np.float32)
 
@@ -56,17 +54,16 @@ def test_modules_in_the_order_of_computation():
     order = [f"{block}{layer}" for block in BLOCKS for layer in ("/up", "")]
     assert [name for name in stats.names if name] == order
     assert set(stats.dtypes) == {"float16"}
-    _, state = Net().apply({"params": PARAMS}, X, capture_intermediates=True)
+    _, state = jax.jit(lambda params, x: Net().apply({"params": params}, x, capture_intermediates=True))(PARAMS, X)
     for block in BLOCKS:
         seen = np.asarray(state["intermediates"][block]["__call__"][0], np.float32)
         finite = seen[np.isfinite(seen)]
         np.testing.assert_allclose(stats[block]["amax"], np.abs(finite).max(initial=0.0), rtol=2e-2)
         assert stats[block]["nonfinite"] == np.mean(~np.isfinite(seen))
-    assert not np.isfinite(out) and not np.isfinite(loss_fn(PARAMS, X))  # a factor of 6e4 overflows
+    assert not np.isfinite(out)  # a factor of 6e4 overflows
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.thorough(0)), 2])
 def test_gradients_stay_as_they_are(accumulate):
     def small(params, x):
         return loss_fn(params, x * 1e-4)  # nothing overflows
@@ -84,8 +81,8 @@ def test_gradients_stay_as_they_are(accumulate):
         (loss, stats), grads = jaxmp.value_and_grad(watched, has_aux=True, **options)(params, x, opt_state=opt_state)
         return (loss, grads), jaxmp.monitor.step_stats({}, (), {}, activations=stats)
 
-    found, stats = watching(PARAMS, X)
-    assert_within_ulps(found, plain(PARAMS, X), 4 * 2**13)  # roundings of float16, as ulps of float32
+    watched, stats = watching(PARAMS, X)
+    assert_within_ulps(watched, plain(PARAMS, X), 4 * 2**13)  # roundings of float16, as ulps of float32
     assert stats.activations.amax.shape == (len(stats.activations.names),)
     whole = watched_loss(PARAMS, X * np.float32(1e-4))[1]
     np.testing.assert_allclose(stats.activations.amax, whole.amax, rtol=1e-3)
@@ -173,10 +170,10 @@ def test_parts_of_a_batch_give_the_whole(how):
 
 def test_a_filter_that_matches_nothing_warns():
     with pytest.warns(UserWarning, match=r"filter=\): the pattern '\*dense_of_another_name\*' fits no module"):
-        _, stats = watch_activations(loss_fn, filter=("*dense_of_another_name*",))(PARAMS, X)
+        stats = jax.eval_shape(watch_activations(loss_fn, filter=("*dense_of_another_name*",)), PARAMS, X)[1]
     assert stats is not None and stats.names == ()
     with pytest.warns(UserWarning, match="chooses no module; leave it out to see all"):
-        watch_activations(loss_fn, filter=lambda path: False)(PARAMS, X)
+        jax.eval_shape(watch_activations(loss_fn, filter=lambda path: False), PARAMS, X)
 
 
 def test_what_is_no_function_is_refused():

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jaxmp
 from jaxmp.monitor import first_bad_op
 
-HALF = jnp.float16
+HALF = np.float16
 
 
 class Block(nn.Module):
@@ -136,7 +136,7 @@ def flags(x):
 
 
 def half(*values):
-    return jnp.array(values, HALF) if len(values) > 1 else jnp.asarray(values[0], HALF)
+    return np.array(values if len(values) > 1 else values[0], HALF)
 
 
 FACTORS, TWENTY = half(1, 100, 100, 7, 1, 2), half(20, 20)
@@ -151,11 +151,10 @@ OVER_DEVICES = jax.shard_map(
 # name: the function, its arguments, `where()` of the operation, and what else is known of it
 CASES = {
     "scan": (powers, (half(1), FACTORS), "mul in step (forward, iteration 3)", {"amaxes": [10000.0, 7.0]}),
-    "scan in jit": (jax.jit(powers), (half(1), FACTORS), "mul in step (forward, iteration 3)", {"iterations": (3,)}),
     "scan in checkpoint": (jax.checkpoint(powers), (half(1), FACTORS), "mul in step (forward, iteration 3)", {}),
     "scan in reverse, of a scan": (
         nested,
-        (half(1), jnp.array([[300, 300], [300, 1]], HALF)),
+        (half(1), np.array([[300, 300], [300, 1]], HALF)),
         "mul in step (forward, iteration 0, iteration 0)",
         {"iterations": (0, 0)},
     ),
@@ -169,7 +168,6 @@ CASES = {
     # rows go on while their own test holds: 10 and 10000, then 100000
     "while under vmap": (jax.vmap(loop), (jnp.ones((2, 3), HALF), jnp.array([1, 5])), None, {"iterations": (4,)}),
     "first branch": (switch, (0, TWENTY), None, {"primitive": "exp"}),
-    "second branch": (switch, (1, TWENTY), None, {"primitive": "div"}),
     "third branch": (switch, (2, TWENTY), None, {"primitive": "mul"}),
     "custom_vjp": (jax.grad(lambda x: jnp.sum(square(x))), (jnp.ones(2),), None, {"primitive": "div"}),
     "custom_jvp": (lambda x: log(x), (jnp.zeros(2),), None, {"primitive": "log"}),
@@ -218,7 +216,6 @@ CASES = {
         {"primitive": "argument", "module": "1/x"},
     ),
     "bad in float32 too": (lambda x: jnp.log(x), (jnp.zeros(2, HALF),), None, {"float32_amax": np.inf}),
-    "bfloat16": (lambda x: x + x, (jnp.finfo(jnp.bfloat16).max,), None, {"dtype": "bfloat16", "float32_amax": np.inf}),
     "float32": (lambda x: x + x, (jnp.finfo(jnp.float32).max,), None, {"dtype": "float32", "float32_amax": None}),
     "e5m2": (
         lambda x: x + x,
@@ -227,14 +224,12 @@ CASES = {
         {"dtype": "float8_e5m2", "float32_amax": 2 * 57344.0},
     ),
     "bits": (through_bits, (jnp.array([-1.0, 1.0]),), None, {"module": "log"}),
-    "bits in map": (lambda x: lax.map(through_bits, x), (jnp.array([-1.0, 1.0]),), None, {"module": "log"}),
     "constant array": (
         lambda x: (x, np.array([0.0, np.inf])),
         (jnp.ones(2),),
         "constant 1[1] is inf; 1 of 2 values are not finite",
         {},
     ),
-    "constant number": (lambda x: (x, float("nan")), (jnp.ones(2),), None, {"primitive": "constant"}),
 }
 
 
@@ -243,8 +238,8 @@ def test_the_operation_is_named(name):
     fn, args, where, known = CASES[name]
     bad = first_bad_op(fn, *args)
     assert bad is not None and (where is None or bad.where() == where)
-    more = {"amaxes": [x.amax for x in bad.operands], "index": bad.first.index, "count": bad.first.count}
-    assert all((more[key] if key in more else getattr(bad, key)) == value for key, value in known.items()), bad
+    seen = vars(bad) | vars(bad.first) | {"amaxes": [x.amax for x in bad.operands]}
+    assert {key: seen[key] for key in known} == known, bad
     if name == "bad in float32 too":
         assert "in float32 it gives inf too: the range of float16 is not the cause" in str(bad)
 
@@ -256,7 +251,6 @@ FINE = {
     "rows that end": (jax.vmap(loop), (jnp.ones((2, 3), HALF), jnp.array([1, 4]))),
     "bits": (through_bits, (jnp.array([2.0, 1.0]),)),
     "flags and counts": (jax.jit(flags), (jnp.array([-1.0, 1.0]),)),
-    "numbers": (lambda x: (x, 3, np.arange(2)), (jnp.ones(2),)),
     "strings and None": (lambda x, how, times, other: x * times, (np.ones(2), "twice", 2, None)),
 }
 
@@ -275,38 +269,42 @@ def test_a_mask_among_the_arguments_is_no_fault_beside_an_overflow():
             scores = (x @ q) @ (x @ q).T
         return jnp.mean(jax.nn.softmax(scores.astype(jnp.float32) + mask) @ x.astype(jnp.float32))
 
-    q, x = jnp.eye(4, dtype=HALF), jnp.ones((4, 4), HALF)
+    q, x = np.eye(4, dtype=HALF), np.ones((4, 4), HALF)
     assert first_bad_op(jax.grad(loss_fn), q, x, mask) is None
-    assert first_bad_op(jax.grad(loss_fn), 300 * q, x, mask).where() == "dot_general in scores (forward)"
-    bad = first_bad_op(jax.grad(loss_fn), q, x.at[1, 2].set(jnp.inf), mask)
+    assert first_bad_op(jax.grad(loss_fn), HALF(300) * q, x, mask).where() == "dot_general in scores (forward)"
+    x[1, 2] = np.inf
+    bad = first_bad_op(jax.grad(loss_fn), q, x, mask)
     assert bad.where().startswith("argument 1[1, 2] is inf")
 
 
 class Fp8Net(nn.Module):
     @nn.compact
     def __call__(self, x):
-        for i in range(3):
-            x = nn.relu(nn.Dense(16, name=f"dense_{i}")(x))
-            with jax.named_scope(f"after_{i}"):
-                x = jnp.where(jnp.arange(16) == 20, 0, x)
-        return nn.Dense(1, name="head")(x)
+        for i in range(2):
+            x = nn.Dense(16, use_bias=False, name=f"dense_{i}")(nn.relu(x))
+        return x
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("recipe", [jaxmp.fp8.DelayedScaling(), jaxmp.fp8.CurrentScaling()], ids=["delayed", "current"])
-@pytest.mark.parametrize("value", [jnp.nan, 3e38])
+@pytest.mark.thorough(0)
+@pytest.mark.parametrize(
+    ("recipe", "value"),
+    [(jaxmp.fp8.CurrentScaling(), np.nan), (jaxmp.fp8.DelayedScaling(), np.nan), (jaxmp.fp8.DelayedScaling(), 3e38)],
+    ids=["current-nan", "delayed-nan", "delayed-large"],
+)
 def test_in_fp8_training_the_param_or_the_layer_is_named(recipe, value):
     """The casts to fp8 keep NaN as bits, and the layer that reads them is not the cause."""
-    model, x = Fp8Net(), jax.random.normal(jax.random.key(0), (16, 16)) * 100
-    with jaxmp.fp8.autocast(recipe):
+    model, x = Fp8Net(), np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32) * np.float32(100)
+    with jaxmp.fp8.autocast(recipe, filter=lambda path, layer: path.endswith("dense_1")):
         params = jax.jit(model.init)(jax.random.key(1), x)["params"]
 
         def loss_fn(params, x):
             return jnp.mean(model.apply({"params": params}, x) ** 2)
 
         tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=recipe)
-        step, opt_state = jaxmp.value_and_grad(loss_fn, policy="bf16"), tx.init(params)
-        params["dense_0"]["kernel"] = params["dense_0"]["kernel"].at[1].set(value)
+        step, opt_state = jaxmp.value_and_grad(loss_fn, policy="bf16"), jax.jit(tx.init)(params)
+        kernel = np.array(params["dense_0"]["kernel"])
+        kernel[1] = value
+        params["dense_0"]["kernel"] = kernel
         bad = first_bad_op(lambda params, x: step(params, x, opt_state=opt_state), params, x)
     if np.isnan(value):
         assert (bad.primitive, bad.module, bad.first.index) == ("argument", "0/dense_0/kernel", (1, 0))

@@ -89,19 +89,3 @@ def test_a_bad_number_of_seconds_is_named():
         monitor.LiveMonitor(every=-1)
     with pytest.raises(ValueError, match="window must be at least 1; got 0"):
         monitor.LiveMonitor(window=0)
-
-
-@pytest.mark.thorough(0)
-def test_a_real_notebook_has_one_output():
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    lines = [
-        "import jaxmp",
-        "run = jaxmp.monitor.LiveMonitor(every=0.0)",
-        "for step in range(4):",
-        "    run.update(step, {'loss_scale': 8.0, 'skipped': False}, loss=1.0)",
-        "found = run.finish()",
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("\n".join(lines))])
-    nbclient.NotebookClient(notebook, timeout=None).execute()
-    (output,) = notebook.cells[0].outputs
-    assert output.output_type == "display_data" and "<p>4 steps" in output.data["text/html"]

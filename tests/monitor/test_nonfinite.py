@@ -20,45 +20,26 @@ class Pair(NamedTuple):
     right: object
 
 
-def with_bad(shape, dtype, index, value=np.nan):
-    x = np.ones(shape, np.float32)
-    x[index] = value
-    return jnp.asarray(x).astype(dtype)
-
-
-@pytest.mark.thorough(2)
 @pytest.mark.parametrize(
     "dtype", [jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.complex64]
 )
 @pytest.mark.parametrize("shape", [(3, 5, 7), (40, 30, 10)], ids=["small", "large"])
 def test_the_first_in_row_major_order_is_named(dtype, shape):
-    x = np.array(with_bad(shape, jnp.float32, (2, 1, 3)))
-    x[2, 4, 0] = x[1, 4, 6] = np.nan
-    found = first_nonfinite({"ok": jnp.ones(3, dtype), "layer": {"w": jnp.asarray(x).astype(dtype)}})
-    assert (found.path, found.index, found.count, found.size) == ("layer/w", (1, 4, 6), 3, x.size)
-    assert np.isnan(found.value)
+    x = np.ones(shape, dtype)
+    x[2, 1, 3] = x[2, 4, 0] = x[1, 4, 6] = np.nan
+    bad_leaf = first_nonfinite({"ok": np.ones(3, dtype), "layer": {"w": jnp.asarray(x)}})
+    assert (bad_leaf.path, bad_leaf.index, bad_leaf.count, bad_leaf.size) == ("layer/w", (1, 4, 6), 3, x.size)
+    assert np.isnan(bad_leaf.value)
 
 
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_every_nan_counts(dtype):
-    x = np.arange(65536, dtype=np.uint16).view(dtype)
-    bad = np.arange(65536) & {jnp.bfloat16: 0x7F80, jnp.float16: 0x7C00}[dtype]
-    bad = bad == {jnp.bfloat16: 0x7F80, jnp.float16: 0x7C00}[dtype]
-    for given in (x, jnp.asarray(x)):
-        found = first_nonfinite([given])
-        assert (found.index, found.count) == ((int(np.argmax(bad)),), int(bad.sum()))
-
-
-def test_numpy_and_jax_say_the_same():
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        x = rng.normal(size=(5, 40, 30)).astype(np.float32)
-        x[rng.random(x.shape) < 1e-3] = np.inf
-        bad = np.argwhere(~np.isfinite(x))
-        for given in (x, jnp.asarray(x)):
-            found = first_nonfinite([given])
-            assert (found.index, found.count) == (tuple(bad[0]), len(bad))
+    x, exponent = np.arange(65536, dtype=np.uint16).view(dtype), {jnp.bfloat16: 0x7F80, jnp.float16: 0x7C00}[dtype]
+    bad = (np.arange(65536) & exponent) == exponent
+    for array in (x, jnp.asarray(x)):  # NumPy and jax say the same
+        bad_leaf = first_nonfinite([array])
+        assert (bad_leaf.index, bad_leaf.count) == ((int(np.argmax(bad)),), int(bad.sum()))
 
 
 def test_a_finite_tree_of_anything_has_none():
@@ -80,9 +61,9 @@ def test_a_finite_tree_of_anything_has_none():
     ids=["FrozenDict", "NamedTuple", "scalar", "boxed", "float64"],
 )
 def test_paths_are_those_of_errors(tree, path):
-    found = first_nonfinite(tree)
-    assert (found.path, found.index, found.value) == (path, (), np.inf)
-    assert str(found) == f"{path} is inf; 1 of 1 values are not finite"
+    bad_leaf = first_nonfinite(tree)
+    assert (bad_leaf.path, bad_leaf.index, bad_leaf.value) == (path, (), np.inf)
+    assert str(bad_leaf) == f"{path} is inf; 1 of 1 values are not finite"
 
 
 def test_nnx_modules_and_states():
@@ -100,13 +81,8 @@ def test_arrays_on_a_mesh(spec):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     x = np.ones((8, 4), np.float32)
     x[5, 2] = x[6, 0] = np.inf
-    found = first_nonfinite({"w": jax.device_put(x, NamedSharding(mesh, spec))})
-    assert (found.index, found.count, found.size) == ((5, 2), 2, 32)
-
-
-def test_of_a_stack_over_devices_the_first_index_is_the_device():
-    found = first_nonfinite(jax.pmap(lambda x: 1 / x)(jnp.arange(8.0)[::-1]))
-    assert (found.index, found.count) == ((7,), 1)
+    bad_leaf = first_nonfinite({"w": jax.device_put(x, NamedSharding(mesh, spec))})
+    assert (bad_leaf.index, bad_leaf.count, bad_leaf.size) == ((5, 2), 2, 32)
 
 
 def test_a_replica_that_differs_shows():
@@ -120,12 +96,9 @@ def test_a_replica_that_differs_shows():
     assert first_nonfinite(x).index == (1,)
 
 
-def test_a_tracer_is_told_of_all_finite():
+def test_a_tracer_and_a_shape_have_no_values():
     with pytest.raises(TypeError, match=r"got a traced float32\[2\] at w. In jit use jaxmp.all_finite"):
-        jax.jit(lambda x: monitor.first_nonfinite({"w": x}))(jnp.ones(2))
-
-
-def test_a_shape_is_told_that_it_has_no_values():
+        jax.eval_shape(lambda x: monitor.first_nonfinite({"w": x}), jnp.ones(2))
     with pytest.raises(TypeError, match=r"got a traced bfloat16\[2,3\] at w"):
         first_nonfinite({"w": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)})
 

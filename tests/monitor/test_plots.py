@@ -17,15 +17,24 @@ ROWS = [{"step": i, "loss": 4.0 - i, "loss_scale": 8.0 if i < 3 else 4.0, "skipp
 
 
 @functools.cache
-def samples():
-    """(step, sample) of two gradients: magnitudes 2^-20 to 2^-13 under a scale of 2^10; step 20 has one not finite."""
+def measured():
+    """Three (step, sample) of two gradients, and a step that was not sampled.
+
+    Magnitudes are 2^-20 to 2^-13 under a scale of 2^10; step 20 has one that is not finite.
+    """
     params = {"a": jnp.ones(8, jnp.float16), "b": jnp.ones(4)}
     opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "fp16", loss_scale=2.0**10).init(params)
-    measure = jax.jit(lambda grads: monitor.step_stats(grads, opt_state, params))
+    measure = jax.jit(lambda grads, when: monitor.step_stats(grads, opt_state, params, when=when))
     magnitudes = (2.0 ** (np.arange(8.0) - 10)).astype(np.float16)
-    return [
-        (i, measure({"a": magnitudes, "b": np.full(4, b, np.float32)})) for i, b in ((0, 0.5), (10, 0.5), (20, np.inf))
+    values = [
+        ({"a": magnitudes, "b": np.full(4, b, np.float32)}, when) for b, when in ((0.5, 1), (np.inf, 1), (0.5, 0))
     ]
+    whole, overflowed, unsampled = (jax.device_get(measure(grads, bool(when))) for grads, when in values)
+    return [(0, whole), (10, whole), (20, overflowed)], unsampled
+
+
+def samples():
+    return measured()[0]
 
 
 def ys(line):
@@ -73,16 +82,15 @@ def test_exponents_before_and_after_scaling():
 
 
 def test_what_was_not_looked_at_is_not_drawn():
-    params = {"a": jnp.ones(2)}
-    off = jax.jit(lambda i: monitor.step_stats(params, optax.EmptyState(), params, when=i > 0))(0)
+    off = measured()[1]
     with pytest.raises(ValueError, match="the step must be sampled; got one where"):
         monitor.plot_exponents(off)
     with pytest.raises(ValueError, match="must have a float tensor; got none to draw"):
         monitor.plot_exponents(samples()[0][1], names=[])
     with pytest.raises(ValueError, match="samples must have grads; got none"):
         monitor.plot_layers([(0, off)])
+    other = samples()[0][1]._replace(grads=jax.jit(monitor.tensor_stats)({"c": np.ones(2, np.float32)}))
     with pytest.raises(ValueError, match="all samples must have the same grads; got different ones"):
-        other = jax.jit(lambda: monitor.step_stats(params, optax.EmptyState(), params))()
         monitor.plot_layers([*samples(), (30, other)])
 
 

@@ -82,16 +82,13 @@ def test_skips(skipped, steps, step):
     assert named == ({} if step is None else {("skips", ""): step})
 
 
-@pytest.mark.parametrize("is_pinned", [False, True], ids=["static scale", "at its floor"])
-def test_a_run_that_skips_every_step_is_named_once(is_pinned):
-    rows = [{"skipped": 1.0, "pinned_overflows": float(i) if is_pinned else 0.0} for i in range(200)]
-    assert findings(rows) == ({("stuck_scale", ""): 3} if is_pinned else {("skips", ""): 79})
+def test_a_run_that_skips_every_step_is_named_once():
+    assert findings([{"skipped": 1.0, "pinned_overflows": 0.0}] * 200) == {("skips", ""): 79}  # a static scale
+    at_its_floor = [{"skipped": 1.0, "pinned_overflows": float(i)} for i in range(200)]
+    assert findings(at_its_floor) == {("stuck_scale", ""): 3}
 
 
 def test_scales_and_counts_of_the_metrics():
-    assert findings([{"pinned_overflows": float(i), "loss_scale": 1.0, "skipped": 1.0} for i in range(5)]) == {
-        ("stuck_scale", ""): 3
-    }
     assert findings([{"loss_scale": 2.0**k} for k in (16, 31, 32)]) == {("stuck_scale", ""): 2}
     assert not findings([{"loss_scale": 2.0**k} for k in (40, 33, 36)])  # it was to begin there
     overflow = {"loss_scale": 2.0**31, "skipped": 1.0}
@@ -142,7 +139,6 @@ def not_finite(is_so):
     return sample(state={"mean": np.float32(np.nan if is_so else 1)})
 
 
-@pytest.mark.thorough(2)
 @pytest.mark.parametrize("pattern", ["1001", "11000", "01", "10000000"], ids=["thirds", "bursts", "second", "eighth"])
 @pytest.mark.parametrize(
     ("make", "kind"),
@@ -151,8 +147,8 @@ def not_finite(is_so):
 def test_a_fault_that_comes_and_goes_is_found(make, kind, pattern):
     """Three of nine samples; what is seen now and then is none."""
     samples = {c: make(c == "1") for c in "01"}
-    named = findings([{"stats": samples[pattern[i % len(pattern)]]} for i in range(30)])
-    assert {kind for kind, _ in named} == ({kind} if len(pattern) < 8 else set())
+    kinds = {kind for kind, _ in findings([{"stats": samples[pattern[i % len(pattern)]]} for i in range(30)])}
+    assert kinds == ({kind} if len(pattern) < 8 else set())
 
 
 def test_one_overflow_of_an_activation_is_a_finding_and_of_a_gradient_is_none():
@@ -226,14 +222,7 @@ def test_an_infinite_value_from_the_start_may_be_meant():
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("policy", "by"),
-    [
-        ("bf16", "label"),
-        ("fp32", "label"),
-        ("16-mixed", "label"),
-        ("fp32", "mask"),
-        ("fp32", "hand"),
-        ("fp32", "rate 0"),
-    ],
+    [("bf16", "label"), ("fp32", "label"), ("16-mixed", "label"), ("fp32", "hand"), ("fp32", "rate 0")],
 )
 def test_a_frozen_param_is_no_dead_update(policy, by):
     """Under optax.set_to_zero it has gradients and never moves; in 16 bits it has no master, and no probes.
@@ -245,8 +234,6 @@ def test_a_frozen_param_is_no_dead_update(policy, by):
     if by in ("label", "rate 0"):
         labels = {name: "f" if is_frozen else "t" for name, is_frozen in frozen.items()}
         inner = optax.multi_transform({"t": inner, "f": optax.set_to_zero()}, labels)
-    elif by == "mask":
-        inner = optax.chain(inner, optax.masked(optax.set_to_zero(), frozen))
     tx = jaxmp.mixed_precision(inner, policy)
     params32 = {"base": jnp.linspace(0.1, 1, 7), "bias": jnp.zeros(7), "lora": jnp.linspace(0.2, 1, 7)}
 
@@ -254,12 +241,12 @@ def test_a_frozen_param_is_no_dead_update(policy, by):
         params, opt_state = carry
         loss = lambda p: jnp.sum(p["base"] * p["lora"] + p["bias"]).astype(jnp.float32)  # noqa: E731
         _, grads = jaxmp.value_and_grad(loss)(params, opt_state=opt_state)
-        stats = jaxmp.monitor.step_stats(grads, opt_state, params)
+        stats = jaxmp.monitor.step_stats(grads, opt_state, params, histogram=False)
         new, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
         return (new | ({name: params[name] for name in ("base", "bias")} if by == "hand" else {}), opt_state), stats
 
     with warnings.catch_warnings(action="ignore"):  # the loss has no matmul
-        start = jaxmp.get_policy(policy).cast_to_param(params32), tx.init(params32)
+        start = jaxmp.get_policy(policy).cast_to_param(params32), jax.jit(tx.init)(params32)
         stats = jax.device_get(jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=6)[1])(start))
     assert set(stats.probes) == ({"lora"} if policy == "bf16" else set(frozen))
     named = findings([{"stats": jax.tree.map(lambda x, i=i: x[i], stats)} for i in range(6)])
@@ -267,10 +254,9 @@ def test_a_frozen_param_is_no_dead_update(policy, by):
     assert set(named) == {("dead_update", path) for path in dead}
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize(("rate", "is_named"), [(1e-2, False), (1e-12, True)], ids=["trains", "too-small"])
-def test_steps_that_only_accumulate_move_nothing_and_are_not_blamed(rate, is_named):
-    tx = jaxmp.mixed_precision(optax.MultiSteps(optax.adam(rate), 4), "bf16")
+def test_steps_that_only_accumulate_move_nothing_and_are_not_blamed():
+    """Updates that are too small are."""
+    tx = jaxmp.mixed_precision(optax.MultiSteps(optax.inject_hyperparams(optax.adam)(1e-2), 4), "bf16")
     params32 = {"w": np.linspace(0.1, 1, 8, dtype=np.float32), "v": np.linspace(0.2, 1, 8, dtype=np.float32)}
 
     def step(carry, _):
@@ -281,26 +267,26 @@ def test_steps_that_only_accumulate_move_nothing_and_are_not_blamed(rate, is_nam
         return jaxmp.apply_gradients(tx, grads, opt_state, params), stats
 
     run = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=20)[1])
-    with warnings.catch_warnings(action="ignore"):
-        stats = jax.device_get(run((jaxmp.get_policy("bf16").cast_to_param(params32), tx.init(params32))))
-    named = findings([{"stats": jax.tree.map(lambda x, i=i: x[i], stats)} for i in range(20)])
-    assert {kind for kind, _ in named} == ({"dead_update"} if is_named else set())
+    params, opt_state = jaxmp.get_policy("bf16").cast_to_param(params32), jax.jit(tx.init)(params32)
+    for rate, kinds in ((1e-2, set()), (1e-12, {"dead_update"})):
+        with warnings.catch_warnings(action="ignore"):
+            stats = jax.device_get(run((params, optax.tree.set(opt_state, learning_rate=np.float32(rate)))))
+        named = findings([{"stats": jax.tree.map(lambda x, i=i: x[i], stats)} for i in range(20)])
+        assert {kind for kind, _ in named} == kinds
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("hysteresis", [1, 2])
-def test_a_scale_that_falls_to_its_level_is_healthy_where_every_step_is_sampled(hysteresis):
-    policy, x = jaxmp.get_policy("fp16"), jax.random.normal(jax.random.key(0), (16, 4))
-    scale = jaxmp.DynamicLossScale(jnp.float32(65536), hysteresis=hysteresis)
-    tx = jaxmp.mixed_precision(optax.adam(1e-2), policy, loss_scale=scale)
+@pytest.mark.thorough(0)
+def test_a_scale_that_falls_to_its_level_is_healthy_where_every_step_is_sampled():
+    policy, x = jaxmp.get_policy("fp16"), np.random.default_rng(0).normal(size=(16, 4))
+    tx = jaxmp.mixed_precision(optax.adam(1e-2), policy, loss_scale=jaxmp.DynamicLossScale(hysteresis=2))
     params = {"w": jnp.full((4, 4), 8.0)}
-    params, opt_state = policy.cast_to_param(params), tx.init(params)
+    params, opt_state = policy.cast_to_param(params), jax.jit(tx.init)(params)
 
     @jax.jit
     def step(params, opt_state):
         loss_fn = lambda p: jnp.mean((x.astype(jnp.float16) @ p["w"]).astype(jnp.float32) ** 2)  # noqa: E731
         loss, grads = jaxmp.value_and_grad(loss_fn)(params, opt_state=opt_state)
-        stats = jaxmp.monitor.step_stats(grads, opt_state, params)
+        stats = jaxmp.monitor.step_stats(grads, opt_state, params, histogram=False)
         return *jaxmp.apply_gradients(tx, grads, opt_state, params), loss, stats
 
     monitor = Monitor()  # a warning would be an error

@@ -40,15 +40,6 @@ def scaled(scaler):
     return scaler
 
 
-def torch_like(init_scale=2.0**16, **kwargs):
-    """A scaler as torch makes it; one that starts at inf can only come out of a checkpoint."""
-    if 0 < init_scale < math.inf:
-        return jaxmp.GradScaler(init_scale, **kwargs)
-    saved = jaxmp.GradScaler(**kwargs).state_dict()
-    return jaxmp.GradScaler().load_state_dict(saved | {"scale": init_scale})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # traces of torch
 
 
@@ -67,17 +58,18 @@ def run(scaler, values):
 
 
 SUNK = "no_floor_underflow_to_zero"
+REFUSED = "init_scale_inf"  # torch goes on from inf; no scaler of ours starts or loads one
 
 
 def trace_of(case):
     values = np.ones(LONGEST, np.float32)
     steps = len(case["found_inf"])
     values[:steps] = [{0: 1.0, 1: np.inf, 2: np.nan}[x] for x in case["found_inf"]]
-    return [np.asarray(x)[:steps] for x in run(torch_like(**case["kwargs"]), values)]
+    return [np.asarray(x)[:steps] for x in run(jaxmp.GradScaler(**case["kwargs"]), values)]
 
 
 @pytest.mark.thorough(4)
-@pytest.mark.parametrize("case", [case for case in TORCH["cases"] if case["name"] != SUNK], ids=name_of)
+@pytest.mark.parametrize("case", [case for case in TORCH["cases"] if case["name"] not in (SUNK, REFUSED)], ids=name_of)
 def test_traces(case):
     scales, counts, stepped = trace_of(case)
     columns = [np.array([row[i] for row in case["trace"]], np.float64) for i in range(3)]
@@ -113,38 +105,24 @@ def test_update_with_a_new_scale():
         assert (float(param) != 0) == bool(stepped)
 
 
-NEW_SCALES = {
-    "int": (512, 512.0),
-    "float": (512.0, 512.0),
-    "int32": (jnp.int32(7), 7.0),
-    "float64": (np.float64(3), 3.0),
-}
-
-
-@pytest.mark.parametrize(("new_scale", "scale"), NEW_SCALES.values(), ids=NEW_SCALES)
-def test_types_of_new_scale(new_scale, scale):
+def test_types_of_new_scale():
     """An int is taken, which torch does not; an int32 scalar is as in torch."""
-    scaler = scaled(jaxmp.GradScaler()).update(new_scale)
-    assert_exact(scaler.get_scale(), scale)
-    assert not scaler.get_scale().weak_type
+    for new_scale, scale in ((512, 512.0), (512.0, 512.0), (jnp.int32(7), 7.0), (np.float64(3), 3.0)):
+        scaler = scaled(jaxmp.GradScaler()).update(new_scale)
+        assert_exact(scaler.get_scale(), scale)
+        assert not scaler.get_scale().weak_type
 
 
 @pytest.mark.parametrize(
     ("new_scale", "message"),
     [
         (0.0, "positive and finite; got new_scale=0.0"),
-        (math.inf, "positive and finite; got new_scale=inf"),
-        (math.nan, "positive and finite; got new_scale=nan"),
         (jnp.float32(math.nan), "positive and finite; got new_scale=nan"),
         (np.float32(-1.0), "positive and finite; got new_scale=-1.0"),
         (1e300, "positive and finite; got new_scale=1e[+]300"),
-        (
-            jnp.ones(1),
-            r"a loss scale must be a scalar; got new_scale of shape \(1,\). Pass a number, such as new_scale\[0\]",
-        ),
-        (jnp.ones(2), r"a loss scale must be a scalar; got new_scale of shape \(2,\)"),
+        (jnp.ones(1), r"must be a scalar; got new_scale of shape \(1,\). Pass a number, such as new_scale\[0\]"),
     ],
-    ids=["0", "inf", "nan", "nan_array", "negative_array", "too_large", "one_element", "two_elements"],
+    ids=["0", "nan", "negative", "too_large", "one_element"],
 )
 def test_a_new_scale_that_is_none_raises(new_scale, message):
     with pytest.raises(ValueError, match=message):
@@ -166,8 +144,8 @@ def two_optimizers(unscale_a_first):
             grad_a, scaler = scaler.unscale(grad_a, optimizer="a")
         a, _, scaler = scaler.step(SGD, grad_a, SGD.init(params[0]), params[0], optimizer="a")
         b, _, scaler = scaler.step(SGD, grad_b, SGD.init(params[1]), params[1], optimizer="b")
-        found = [scaler.found_inf(optimizer=name) for name in ("a", "b")]
-        return found, (a, b), scaler.update()
+        flags = [scaler.found_inf(optimizer=name) for name in ("a", "b")]
+        return flags, (a, b), scaler.update()
 
     return step
 
@@ -179,10 +157,10 @@ def two_optimizers(unscale_a_first):
 def test_several_optimizers(case):
     """Each skips by its own gradients, and the scale falls if any of them overflowed."""
     scaler, params = jaxmp.GradScaler(4.0, growth_interval=2), (jnp.zeros(()), jnp.zeros(()))
-    for it, (found, a, b, scale, count) in enumerate(case["trace"]):
-        grads = [jnp.float32(np.inf if it in (0, 2) and bad else 4.0) for bad in case["inf_in_opt"]]
-        got, params, scaler = two_optimizers(case["unscale_opt_a_first"])(scaler, params, *grads)
-        assert [float(x) for x in got] == [x for (x,) in found]
+    for it, (found_inf, a, b, scale, count) in enumerate(case["trace"]):
+        grads = [np.float32(np.inf if it in (0, 2) and bad else 4.0) for bad in case["inf_in_opt"]]
+        flags, params, scaler = two_optimizers(case["unscale_opt_a_first"])(scaler, params, *grads)
+        assert [float(x) for x in flags] == [x for (x,) in found_inf]
         assert_exact(params, (a, b))
         assert_exact(tuple(jax.tree.leaves(scaler))[:2], (scale, count))
 
@@ -199,15 +177,15 @@ def test_unscaled_values(case):
     assert_close(values, expected, atol=TINY)
     normal = (np.abs(grads["w"]) > TINY) & (np.abs(expected) > TINY)
     assert_exact(values[normal], expected[normal])
-    made = bool(np.any(~np.isfinite(expected) & np.isfinite(grads["w"])))  # by the unscaling; torch does not look
-    assert found_inf == (case["found_inf"] == [1.0] or made)
+    overflowed = bool(np.any(~np.isfinite(expected) & np.isfinite(grads["w"])))  # in unscaling; torch does not look
+    assert found_inf == (case["found_inf"] == [1.0] or overflowed)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_gradients_of_every_dtype_are_unscaled_in_float32(dtype):
+def test_gradients_of_every_dtype_are_unscaled_in_float32():
     """Exactly: 2^-24, the smallest float16, over 2^16 is no float16 any more."""
-    grads, _ = scaled(jaxmp.GradScaler()).unscale([jnp.array([2.0**-24, 8.0], dtype)])
-    assert_exact(grads, [jnp.array([2.0**-40, 2.0**-13])])
+    scaled_grads = [jnp.array([2.0**-24, 8.0], dtype) for dtype in (jnp.float16, jnp.bfloat16, jnp.float32)]
+    grads, _ = scaled(jaxmp.GradScaler()).unscale(scaled_grads)
+    assert_exact(grads, [np.array([2.0**-40, 2.0**-13], np.float32)] * 3)
 
 
 def test_fused_adam():
@@ -217,8 +195,7 @@ def test_fused_adam():
     opt_state = tx.init(param)
     step = jax.jit(lambda s, g, o, p: s.step(tx, g, o, p))
     for grad, (value, unscaled, count, scale, tracker) in zip((4.0, np.inf, 8.0, 4.0), oracle, strict=True):
-        got, _ = scaled(scaler).unscale(jnp.float32(grad))
-        assert_exact(got, unscaled)
+        assert_exact(scaled(scaler).unscale(jnp.float32(grad))[0], unscaled)
         param, opt_state, scaler = step(scaler, jnp.float32(grad), opt_state, param)
         scaler = scaler.update()
         assert_close(param, value, rtol=3e-6)
@@ -226,7 +203,6 @@ def test_fused_adam():
         assert_exact(tuple(jax.tree.leaves(scaler))[:2], (scale, tracker))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # the order of calls
 
 MESSAGES = {
@@ -248,12 +224,11 @@ def play(ops):
             elif op == "unscale":
                 grad, scaler = scaler.unscale(grad)
             elif op == "step":
+                argument = grad
                 if scaler._structure.stage_of("optimizer") == "READY":  # torch leaves the gradient unscaled in place
                     grad, _ = scaler.unscale(grad)
-                    given = grad * scaler.get_scale()
-                else:
-                    given = grad
-                param, _, scaler = scaler.step(SGD, given, SGD.init(param), param)
+                    argument = grad * scaler.get_scale()
+                param, _, scaler = scaler.step(SGD, argument, SGD.init(param), param)
             else:
                 scaler = scaler.update(8.0 if op == "update8" else None)
         except ValueError as e:
@@ -269,38 +244,12 @@ def test_every_order_of_calls(first):
     rows = [row for row in TORCH["state_machine"]["rows"] if row[0][0] == first]
     assert rows
     for ops, expected in rows:
-        got = play(ops)
+        result = play(ops)
         if expected[0] is None:
-            assert got == tuple(expected), ops
+            assert result == tuple(expected), ops
         else:
             (message,) = [ours for theirs, ours in MESSAGES.items() if theirs in expected[2]]
-            assert got[0] == expected[0], ops
-            assert message in got[1], ops
-
-
-@pytest.mark.parametrize(
-    ("ops", "message"),
-    [
-        (["unscale", "unscale"], "which was already unscaled since"),
-        (["step", "unscale"], "which has already stepped since"),
-        (["step", "step"], "must step once between two updates; got .* twice"),
-        (["update"], "got no gradients since the last update"),
-    ],
-    ids="-".join,
-)
-def test_a_wrong_order_raises_while_it_is_traced(ops, message):
-    def program(scaler, grad, param):
-        for op in ops:
-            if op == "unscale":
-                grad, scaler = scaler.unscale(grad)
-            elif op == "step":
-                param, _, scaler = scaler.step(SGD, grad, SGD.init(param), param)
-            else:
-                scaler = scaler.update()
-        return param
-
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(program, jaxmp.GradScaler(), jnp.ones(()), jnp.ones(()))
+            assert result[0] == expected[0] and message in result[1], ops
 
 
 def test_a_stage_goes_through_jit():
@@ -323,6 +272,8 @@ def test_a_scaler_that_a_jitted_function_scaled_with_is_taken_at_its_word():
 
 
 def test_found_inf_is_known_from_unscale_to_update():
+    _, scaler = scaled(jaxmp.GradScaler(4.0, growth_interval=1)).unscale({})  # without a leaf they are finite
+    assert_exact((scaler.found_inf(), scaler.update().get_scale()), (False, 8.0))
     scaler = scaled(jaxmp.GradScaler())
     with pytest.raises(ValueError, match="got 'optimizer', known are: none. Call it on the scaler that they returned"):
         scaler.found_inf()
@@ -334,7 +285,6 @@ def test_found_inf_is_known_from_unscale_to_update():
         scaler.update().found_inf(optimizer="a")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # whole steps
 
 
@@ -348,7 +298,6 @@ KEEP_BIAS = jaxmp.get_policy("fp16", keep_fp32=("b",))
 OPTIMIZERS = {
     "momentum": (optax.sgd(0.1, momentum=0.9), None),
     "masters": (jaxmp.keep_master_params(optax.adam(0.1), KEEP_BIAS), KEEP_BIAS),
-    "chain": (optax.chain(jaxmp.clip_by_global_norm(1.0), optax.adamw(0.1)), None),
     "lbfgs": (optax.lbfgs(0.1, memory_size=2, linesearch=None), None),
 }
 
@@ -356,7 +305,7 @@ OPTIMIZERS = {
 def start(name):
     tx, policy = OPTIMIZERS[name]
     params32 = jax.tree.map(jnp.asarray, PARAMS32)
-    return tx, (params32 if policy is None else policy.cast_to_param(params32)), tx.init(params32)
+    return tx, (params32 if policy is None else policy.cast_to_param(params32)), jax.jit(tx.init)(params32)
 
 
 @functools.cache
@@ -373,8 +322,9 @@ def step_of(tx, *, clip=False):
     return step
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize(("name", "bad"), [("masters", np.nan), ("chain", np.inf), ("lbfgs", np.inf)])
+@pytest.mark.parametrize(
+    ("name", "bad"), [("masters", np.nan), pytest.param("lbfgs", np.inf, marks=pytest.mark.thorough(0))]
+)
 def test_a_skip_changes_nothing_but_the_scale(name, bad):
     """Params, masters, moments and counts stay, bit for bit, also where a moment is -0.0."""
     tx, params, opt_state = start(name)
@@ -389,27 +339,11 @@ def test_a_skip_changes_nothing_but_the_scale(name, bad):
     assert not np.array_equal(last_params["w"], params["w"])
 
 
-def test_masters_move_params_of_16_bits():
-    """The 16-bit param is its rounded master, and the master takes steps that float16 would lose."""
-    tx = jaxmp.keep_master_params(optax.sgd(1e-5), KEEP_BIAS)
-    params32 = {"w": jnp.ones((3, 2)), "b": jnp.zeros((1, 1))}
-    params, opt_state, scaler = KEEP_BIAS.cast_to_param(params32), tx.init(params32), jaxmp.GradScaler(64.0)
-    step, expected, gradient_of = step_of(tx), np.ones((3, 2), np.float32), jax.jit(jax.grad(loss_fn))
-    for _ in range(3):
-        gradient = np.asarray(gradient_of(params, X)["w"], np.float32)
-        params, opt_state, scaler = step(params, opt_state, scaler, X)
-        expected = expected - np.float32(1e-5) * gradient
-    masters = jaxmp.get_master_params(opt_state, params)
-    assert_close(masters["w"], expected, rtol=1e-6)
-    assert_exact(params["w"], masters["w"].astype(jnp.float16))
-    assert params["b"].dtype == jnp.float32
-
-
 def test_gradients_may_be_changed_between_unscale_and_step():
     _, params, _ = start("momentum")
     step, opt_state = step_of(SGD, clip=True), SGD.init(params)
     moved, _, scaler = step(params, opt_state, jaxmp.GradScaler(64.0), X)
-    clipped = jax.tree.map(lambda g: np.clip(g, -0.01, 0.01), jax.grad(loss_fn)(params, X))
+    clipped = jax.tree.map(lambda g: np.clip(g, -0.01, 0.01), jax.jit(jax.grad(loss_fn))(params, X))
     assert_within_ulps(moved, jax.tree.map(lambda p, g: p - g, params, clipped), 4)
     assert np.any(np.abs(clipped["w"]) == np.float32(0.01))
     _, _, scaler = step(params, opt_state, scaler, X * np.float32(np.inf))
@@ -463,12 +397,6 @@ def test_extra_arguments_reach_the_optimizer():
     assert_exact(params, -6.0)
 
 
-def test_gradients_without_a_leaf_are_finite():
-    _, scaler = scaled(jaxmp.GradScaler(4.0, growth_interval=1)).unscale({})
-    assert_exact((scaler.found_inf(), scaler.update().get_scale()), (False, 8.0))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # scale
 
 
@@ -479,22 +407,14 @@ def test_losses_of_16_bits_are_scaled_in_float32():
     with pytest.warns(UserWarning, match="the loss to scale is b?float16: it was rounded.*jaxmp.autocast"):
         scaled = scaler.scale(two)
     assert_exact(scaled, {"scalar": 131072.0, "array": np.full(1, 131072.0, np.float32), "bf16": 131072.0})
-
-
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
+    for loss, message in (
         ((jnp.float32(1.0), {"n": jnp.int32(3)}), "got int32 at 1/n"),
         (2.0, "got float at <root>. Write return scaler.scale"),
-    ],
-    ids=["int_leaf", "python_float"],
-)
-def test_what_is_no_loss_is_not_scaled(loss, message):
-    with pytest.raises(TypeError, match=message):
-        jaxmp.GradScaler().scale(loss)
+    ):
+        with pytest.raises(TypeError, match=message):
+            scaler.scale(loss)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # made, saved and loaded
 
 
@@ -503,21 +423,14 @@ def test_what_is_no_loss_is_not_scaled(loss, message):
     [
         ({"growth_factor": 1.0}, "growth_factor must be > 1"),
         ({"backoff_factor": 1.0}, "backoff_factor must be between 0 and 1"),
-        ({"backoff_factor": -1.0}, "backoff_factor must be between 0 and 1"),
         ({"growth_interval": 0}, "growth_interval must be >= 1"),
-        (
-            {"loss_scale": 8.0, "growth_interval": 5},
-            "loss_scale= must stand alone; got .* Pass them to jaxmp.DynamicLossScale",
-        ),
+        ({"loss_scale": 8.0, "growth_interval": 5}, "loss_scale= must stand alone; .* Pass them to jaxmp.Dynamic"),
     ],
     ids=str,
 )
 def test_arguments_out_of_range(kwargs, message):
     with pytest.raises(ValueError, match=message):
         jaxmp.GradScaler(**kwargs)
-
-
-def test_a_loss_scale_of_another_kind_is_refused():
     with pytest.raises(TypeError, match=r"got NoOpLossScale\(\). For no scaling pass enabled=False"):
         jaxmp.GradScaler(loss_scale=static.NoOpLossScale())
 
@@ -545,16 +458,22 @@ def test_state_dicts_are_those_of_torch():
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    ("changes", "message"),
     [
-        *[({"scale": x}, f"positive and finite; got {x}") for x in (np.nan, np.inf, -2.0, 0.0)],
+        ({"scale": np.inf}, "positive and finite; got inf"),
+        ({"scale": np.nan}, "positive and finite; got nan"),
+        ({"scale": 0.0}, "positive and finite; got 0"),
         ({"growth_interval": 2.5}, "a whole number of steps; got 2.5"),
+        ({"growth_factor": 0.5}, "growth_factor must be > 1"),
+        ({"scale": None}, "must have scale, growth_factor, .*; it lacks scale. Pass"),
+        (None, "of an enabled scaler; got an empty one"),
     ],
+    ids=["inf", "nan", "0", "interval", "factor", "missing", "empty"],
 )
-def test_a_state_dict_without_a_usable_scale_is_refused(entry, message):
-    scaler = jaxmp.GradScaler(8.0)
+def test_a_state_dict_that_does_not_load(changes, message):
+    saved = {} if changes is None else jaxmp.GradScaler().state_dict() | changes
     with pytest.raises(ValueError, match=message):
-        scaler.load_state_dict(scaler.state_dict() | entry)
+        jaxmp.GradScaler().load_state_dict({name: x for name, x in saved.items() if x is not None})
 
 
 def test_a_rule_with_hysteresis_keeps_its_count():
@@ -588,29 +507,13 @@ def test_a_static_scale_stays_and_skips():
         scaler.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (None, "of an enabled scaler; got an empty one"),
-        ({"scale": None}, "must have scale, growth_factor, .*; it lacks scale. Pass"),
-        ({"growth_factor": 0.5}, "growth_factor must be > 1"),
-    ],
-    ids=["empty", "missing", "out_of_range"],
-)
-def test_a_state_dict_that_does_not_load(changes, message):
-    saved = {} if changes is None else jaxmp.GradScaler().state_dict() | changes
-    with pytest.raises(ValueError, match=message):
-        jaxmp.GradScaler().load_state_dict({name: x for name, x in saved.items() if x is not None})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # programs and devices
 
 
 def test_the_second_call_compiles_nothing():
-    """Not on a skip, not when the scale moves; and no state changes its type."""
+    """Not on a skip, not when the scale moves; no state changes its type, and a scaler can be donated."""
     tx, params, opt_state = start("masters")
-    step = step_of(tx, clip=True)
+    step = jax.jit(step_of(tx, clip=True), donate_argnums=2)
     state = (params, opt_state, jaxmp.GradScaler(64.0, growth_interval=2))
     types, structure = list(map(jax.typeof, jax.tree.leaves(state))), jax.tree.structure(state)
     for x in (X, X, X * np.float32(np.inf), X):
@@ -620,15 +523,6 @@ def test_the_second_call_compiles_nothing():
     assert step._cache_size() == 1
 
 
-def test_a_scaler_can_be_donated():
-    step = jax.jit(lambda scaler, g: scaler.unscale(g)[1].update(), donate_argnums=0)
-    scaler = jaxmp.GradScaler(4.0)
-    for _ in range(2):
-        scaler = step(scaler, jnp.float32(np.inf))
-    assert_exact(scaler.get_scale(), 1.0)
-    assert_exact(jaxmp.GradScaler(4.0).get_scale(), 4.0)
-
-
 def device_step(state, x):
     """One step on one device. Only the device that overflows sees it in its gradients."""
     params, opt_state, scaler = state
@@ -636,11 +530,9 @@ def device_step(state, x):
     grads = jax.grad(lambda p: scaler.scale(loss_fn(p, x)))(own)
     alone = jnp.reshape(collectives.any_nonfinite(grads), (1,))
     grads, scaler = scaler.unscale(grads)
-    found = scaler.found_inf()
-    params, opt_state, scaler = scaler.step(
-        OPTIMIZERS["momentum"][0], regimes.mean_in_float32(grads), opt_state, params
-    )
-    return (params, opt_state, scaler.update()), found, alone
+    found_inf, tx = scaler.found_inf(), OPTIMIZERS["momentum"][0]
+    params, opt_state, scaler = scaler.step(tx, regimes.mean_in_float32(grads), opt_state, params)
+    return (params, opt_state, scaler.update()), found_inf, alone
 
 
 def spread(how):
@@ -666,29 +558,23 @@ def test_an_overflow_on_one_device_skips_on_all(how):
         copies = list(zip(*shards, strict=True))
         return [[np.asarray(s)[0] if how == "pmap" else np.asarray(s) for s in copy] for copy in copies]
 
-    (after_bad, found, alone), (after_good, not_found, _) = step(state, bad), step(state, x)
+    (after_bad, found_inf, alone), (after_good, no_inf, _) = step(state, bad), step(state, x)
     assert np.ravel(alone).tolist() == [False, False, True, False]
-    for (bad_params, bad_scale), flag in zip(
-        zip(by_device(after_bad[:2]), by_device(after_bad[2].get_scale()), strict=True), by_device(found), strict=True
-    ):
-        assert_moved(bad_params, jax.tree.leaves(state[:2]))
-        assert_exact((bad_scale[0], flag[0]), (32.0, True))
-    copies = by_device((after_good, not_found))
+    for *same, scale, flag in by_device((after_bad[:2], after_bad[2].get_scale(), found_inf)):
+        assert_moved(same, jax.tree.leaves(state[:2]))
+        assert_exact((scale, flag), (32.0, True))
+    copies = by_device((after_good, no_inf))
     assert all(regimes.same_bits(copy, copies[0]) for copy in copies)
     assert not copies[0][-1]
     assert not regimes.same_bits(copies[0][:2], [np.asarray(params["b"]), np.asarray(params["w"])])
-
-
-def test_no_axis_where_one_is_bound_is_an_error():
-    scaler = jaxmp.GradScaler(axis_name=None)
-    with pytest.raises(ValueError, match="axis_name=None is for no bound axes"):
-        jax.pmap(lambda g: scaler.unscale(g)[0], AXIS, devices=jax.devices()[:2])(scaled(scaler).scale(jnp.ones(2)))
 
 
 def test_axes_by_name():
     scaler = jaxmp.GradScaler(4.0, axis_name=[AXIS])
     unscale = jax.pmap(lambda s, g: s.unscale(g)[1].found_inf(), AXIS, in_axes=(None, 0), devices=jax.devices()[:2])
     assert_exact(unscale(scaler, jnp.array([1.0, np.nan])), np.array([True, True]))
+    with pytest.raises(ValueError, match="axis_name=None is for no bound axes"):
+        unscale(scaled(jaxmp.GradScaler(axis_name=None)), jnp.ones(2))
 
 
 def test_devices_are_not_named():
@@ -725,8 +611,7 @@ def test_the_questions_put_to_an_optimizer_state_are_put_to_a_scaler():
         jaxmp.keep_if_skipped(scaler.update(), jnp.ones(2), jnp.zeros(2))
 
 
-@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
-def test_gradients_that_were_unscaled_need_the_scaler_that_did_it(jit):
+def test_gradients_that_were_unscaled_need_the_scaler_that_did_it():
     """The scaler from before would divide them again, by 65536, without a word."""
     tx, params = optax.sgd(1.0), {"w": jnp.ones(2)}
 
@@ -735,10 +620,7 @@ def test_gradients_that_were_unscaled_need_the_scaler_that_did_it(jit):
         grads, after = scaler.unscale(grads)
         return (after if returned else scaler).step(tx, grads, tx.init(params), params)[0]
 
-    step = jax.jit(step, static_argnums=2) if jit else step
-    assert step(params, jaxmp.GradScaler(), True)["w"].tolist() == [0.0, 0.0]
-    with pytest.raises(
-        ValueError,
-        match="got those of unscale, and the scaler from before. Use what it returned",
-    ):
-        step(params, jaxmp.GradScaler(), False)
+    for run in (step, jax.jit(step, static_argnums=2)):
+        assert run(params, jaxmp.GradScaler(), True)["w"].tolist() == [0.0, 0.0]
+        with pytest.raises(ValueError, match="got those of unscale, and the scaler from before. Use what it returned"):
+            run(params, jaxmp.GradScaler(), False)
