@@ -1,7 +1,6 @@
 """The block-scaled matmul against float64 products of blocks that NumPy makes; `test_blocks` compares their bits."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,6 @@ MATMUL = (((1,), (0,)), ((), ()))
 CASES = {
     "matrices": ("mk,kn->mn", (144, 272), (272, 160), MATMUL, (1, 144, 272), (1, 272, 160)),
     "odd": ("mk,kn->mn", (5, 7), (7, 3), MATMUL, (1, 5, 7), (1, 7, 3)),
-    "tokens": ("btk,kn->btn", (2, 72, 80), (80, 48), (((2,), (0,)), ((), ())), (1, 144, 80), (1, 80, 48)),
     "heads": ("mhk,hkn->mn", (32, 4, 36), (4, 36, 16), (((1, 2), (0, 1)), ((), ())), (1, 32, 144), (1, 144, 16)),
     "batch": ("bmk,bkn->bmn", (3, 16, 144), (3, 144, 16), (((2,), (1,)), ((0,), (0,))), (3, 16, 144), (3, 144, 16)),
 }
@@ -65,13 +63,21 @@ def powers(size):
     return np.float32(2) ** (np.arange(size) // 16 * 5 % 24 - 12)
 
 
-OTHERS = [(RECIPES[1], "tokens"), (RECIPES[2], "batch"), (RECIPES[4], "heads"), (RECIPES[4], "batch")]
-
-
-@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("recipe", "case"),
-    [*itertools.product(BOTH, CASES), *OTHERS],
+    [
+        (MXFP8(), "odd"),
+        *(
+            pytest.param(recipe, case, marks=pytest.mark.thorough(0))
+            for recipe, cases in (
+                (BlockScaling(), ("matrices", "odd", "batch")),
+                (MXFP8(), ("heads",)),
+                (RowwiseScaling(), ("heads", "batch")),
+                (BlockScaling(power_of_two=False), ("batch",)),
+            )
+            for case in cases
+        ),
+    ],
     ids=lambda x: x if isinstance(x, str) else recipe_id(x),
 )
 def test_products_of_the_blocks_are_exact(recipe, case):
@@ -86,9 +92,10 @@ def test_products_of_the_blocks_are_exact(recipe, case):
     assert_products(found, products(recipe, x, w, g))
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("recipe", BOTH, ids=recipe_id)
+@pytest.mark.thorough(0)
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [*zip(BOTH, (jnp.bfloat16, jnp.float16), strict=True)], ids=["bf16", "f16"]
+)
 def test_result_has_the_activations_dtype_and_dw_the_weights(recipe, dtype):
     x, w, g = normal(1, 32, 48, dtype=dtype), normal(2, 48, 16), normal(3, 32, 16, dtype=dtype)
     f = functools.partial(fp8.dot_general, dimension_numbers=MATMUL, recipe=recipe)
@@ -109,12 +116,10 @@ def test_backward_pass_keeps_fp8(recipe):
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in kept) < 1.2 * (x.size + w.size)
 
 
-# Measured 24.5 for e5m2 gradients and 28.3 to 28.9 for all else; a value rounded to e4m3 is at about 31.5.
-
-
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
+@pytest.mark.parametrize(
+    "recipe", [RowwiseScaling(), *(pytest.param(x, marks=pytest.mark.thorough(0)) for x in RECIPES[:-1])], ids=recipe_id
+)
+@pytest.mark.parametrize("bad", [-np.inf, np.nan])  # one program for both, and for the next test
 def test_overflow_shows_in_the_result(recipe, bad):
     x, w, g = (normal(*shape) for shape in ((1, 32, 48), (2, 48, 16), (3, 32, 16)))
 
@@ -148,8 +153,8 @@ def test_extremes_stay_finite(recipe, largest):
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("recipe", [RECIPES[1], BOTH[1]], ids=recipe_id)
-def test_vmap_scan_and_remat_change_nothing(recipe):
+def test_vmap_scan_and_remat_change_nothing():
+    recipe = BlockScaling(fp8_format="HYBRID")
     x, w, g = normal(1, 3, 32, 48), normal(2, 3, 48, 16), normal(3, 3, 32, 16)
     f = functools.partial(gradients, product(recipe))
     expected = products(recipe, x, w, g)
@@ -160,8 +165,9 @@ def test_vmap_scan_and_remat_change_nothing(recipe):
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("recipe", BOTH, ids=recipe_id)
+@pytest.mark.parametrize(
+    ("recipe", "check_vma"), [*zip(BOTH, (True, False), strict=True)], ids=["checked", "unchecked"]
+)
 def test_shard_map(recipe, check_vma):
     x, w, g = normal(1, 8, 32, 48), normal(2, 48, 16), normal(3, 8, 32, 16)
 
@@ -177,8 +183,8 @@ def test_shard_map(recipe, check_vma):
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("recipe", BOTH, ids=recipe_id)
-def test_explicit_mesh(recipe):
+def test_explicit_mesh():
+    recipe = BlockScaling()
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     x, w, g = normal(1, 4, 16, 64), normal(2, 64, 32), normal(3, 4, 16, 32)
     f = functools.partial(gradients, product(recipe, (((2,), (0,)), ((), ()))))
@@ -201,17 +207,14 @@ def lowered_for_gpu(recipe, capability, monkeypatch, side=64):
     return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("recipe", "capability", "side", "products"),
     [
-        (MXFP8(), 10.0, 64, 3),
         (MXFP8(), 10.0, 48, 3),  # summed over in y: the last block gets zeros
         (MXFP8(), 9.0, 64, 0),
         (BlockScaling(), 10.0, 64, 0),
-        (NVFP4(stochastic_rounding=False), 10.0, 64, 3),
         (NVFP4(stochastic_rounding=False), 10.0, 40, 3),
-        (NVFP4(stochastic_rounding=False), 9.0, 64, 0),
     ],
     ids=lambda x: str(x) if isinstance(x, (int, float)) else recipe_id(x),
 )
@@ -261,9 +264,7 @@ def test_hardware_path_goes_through_transformations(how, monkeypatch):
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize(
-    "recipe", [MXFP8(), MXFP8(fp8_format="HYBRID"), NVFP4(stochastic_rounding=False)], ids=recipe_id
-)
+@pytest.mark.parametrize("recipe", [MXFP8(fp8_format="HYBRID"), NVFP4(stochastic_rounding=False)], ids=recipe_id)
 def test_hardware_path_is_the_same_product(recipe, monkeypatch):
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
     monkeypatch.setattr(hardware, "on_block_scaled_hardware", lambda in_blocks, otherwise: in_blocks)
@@ -272,7 +273,7 @@ def test_hardware_path_is_the_same_product(recipe, monkeypatch):
     in_blocks = jax.jit(run)
     expected = products(recipe, x, w, g)
     assert_products(in_blocks(x, w, g), expected)
-    if recipe == MXFP8(fp8_format="HYBRID"):
+    if isinstance(recipe, MXFP8):
         assert_products([t[0] for t in jax.jit(jax.vmap(run))(x[None], w[None], g[None])], expected)
     broken = x.copy()
     broken[0, 3, 5] = np.inf

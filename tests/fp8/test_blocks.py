@@ -1,7 +1,7 @@
 """Block-scaled fp8 against the bytes of TransformerEngine, and against a rewrite for shapes that are not recorded."""
 
 import functools
-import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import pytest
 
 import block_oracle
 from helpers import assert_exact
-from jaxmp._src.fp8.blocks import MXFP8, Blocks, BlockScaling, e8m0_from_amax
+from jaxmp._src.fp8.blocks import MXFP8, BlockScaling, e8m0_from_amax
 from oracle_data import load, load_arrays
 
 pytestmark = pytest.mark.optimized
@@ -26,7 +26,7 @@ RECIPES = [BlockScaling(), BlockScaling(power_of_two=False), MXFP8()]
 
 
 def id_of(x):
-    return str(x) if isinstance(x, tuple) else recipe_id(x)
+    return str(x) if isinstance(x, tuple | str) else recipe_id(x)
 
 
 def recipe_id(recipe):
@@ -87,16 +87,19 @@ def test_square_blocks_of_mxfp8_are_the_reference_of_te():
     np.testing.assert_array_equal(np.repeat(scale_inv, 32, axis=1), ARRAYS["mx2d_colscale"])
 
 
+FORMATS = [("E4M3", 448.0), ("E5M2", 57344.0)]
+e8m0 = jax.jit(e8m0_from_amax, static_argnums=1)
+
 # Where TransformerEngine differs from itself its CUDA kernels are followed, not its Python and JAX helpers: they are
 # what trains, and in E8M0 the byte 255 is NaN. The helpers make 255 of inf and 0 of NaN.
 
 
-@pytest.mark.parametrize("fmt, fp8_max", [("E4M3", 448.0), ("E5M2", 57344.0)])
+@pytest.mark.parametrize(("fmt", "fp8_max"), FORMATS)
 def test_e8m0_of_an_amax(fmt, fp8_max):
     table = E8M0["amax_to_e8m0"]
     amax = np.array(table["amax"], np.float32)
     (cuda,) = [np.array(column, np.uint8) for key, column in table.items() if key.startswith(f"cuda_{fmt}")]
-    byte = np.asarray(jax.jit(e8m0_from_amax, static_argnums=1)(amax, fp8_max))
+    byte = np.asarray(e8m0(amax, fp8_max))
     assert_exact(byte, cuda)
     if fmt == "E4M3":
         (helper,) = [np.array(column, np.uint8) for key, column in table.items() if key.startswith("py_ref")]
@@ -109,7 +112,7 @@ def test_e8m0_of_an_amax(fmt, fp8_max):
 def test_e8m0_is_rounded_up(table):
     values = np.array([value for value, _ in table], np.float32)
     expected = np.array([byte for _, byte in table], np.uint8)
-    byte = np.asarray(jax.jit(e8m0_from_amax, static_argnums=1)(values, 1.0))
+    byte = np.asarray(e8m0(values, 1.0))
     if table is E8M0_JAX["e8m0_round_up"]:
         assert_exact(byte[~np.isfinite(values)], np.array([254, 255], np.uint8))
         byte, expected = byte[np.isfinite(values)], expected[np.isfinite(values)]
@@ -132,33 +135,30 @@ def test_e8m0_decoded():
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("fmt, fp8_max", [("E4M3", 448.0), ("E5M2", 57344.0)])
+@pytest.mark.parametrize(("fmt", "fp8_max"), FORMATS)
 def test_e8m0_of_every_significand_is_that_of_the_product_by_the_reciprocal(fmt, fp8_max):
     """CUDA multiplies by float32(1 / fp8_max) and rounds; the comparison of significands is the same for all."""
     amax = np.arange(0x3F800000, 0x40000000, dtype=np.int32).view(np.float32)
     bits = (amax * np.float32(1 / fp8_max)).view(np.int32)
     expected = ((bits >> 23) + (bits & 0x7FFFFF > 0)).astype(np.uint8)
-    assert_exact(jax.jit(e8m0_from_amax, static_argnums=1)(amax, fp8_max), expected)
+    assert_exact(e8m0(amax, fp8_max), expected)
 
 
 # Any shape, against a rewrite
 
 
-# one axis: short, several, the middle one; two that are no neighbours; no short block; no element
 SHAPES = [
-    ((300,), (0,)),
-    ((65, 2, 3), (0,)),
-    ((2, 131, 3), (1,)),
-    ((129, 2, 40), (0, 2)),
-    ((3, 128, 256), (1, 2)),
-    ((0, 5), (1,)),
-    ((5, 0), (1,)),
+    *((recipe, (65, 2, 3), (0,)) for recipe in RECIPES),  # one short block
+    *((recipe, (2, 131, 3), (1,)) for recipe in RECIPES[::2]),
+    *((recipe, (129, 2, 40), (0, 2)) for recipe in RECIPES),  # axes that are no neighbours
+    (BlockScaling(), (3, 128, 256), (1, 2)),  # no short block
+    (BlockScaling(), (0, 5), (1,)),
+    (MXFP8(), (5, 0), (1,)),
 ]
-ANY_SHAPE = [*itertools.product((RECIPES[0], RECIPES[2]), SHAPES), (RECIPES[1], SHAPES[0]), (RECIPES[1], SHAPES[3])]
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize(("recipe", "shape", "axis"), [(recipe, *shape) for recipe, shape in ANY_SHAPE], ids=id_of)
+@pytest.mark.parametrize(("recipe", "shape", "axis"), SHAPES, ids=id_of)
 def test_any_axis_of_any_shape(recipe, shape, axis):
     rng = np.random.default_rng(0)
     x = (rng.normal(size=shape) * np.exp2(rng.integers(-20, 20, size=shape))).astype(np.float32)
@@ -171,9 +171,8 @@ def test_any_axis_of_any_shape(recipe, shape, axis):
     assert_exact(dequantized, block_oracle.dequantized(q, scale_inv, axis, recipe.block_size))
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("source", ["bf16", "f16"])
-@pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
+@pytest.mark.thorough(0)
+@pytest.mark.parametrize(("recipe", "source"), [*zip(RECIPES, ("bf16", "f16", "bf16"), strict=True)], ids=id_of)
 def test_vmap_of_16_bits_changes_no_byte(recipe, source):
     x = np.random.default_rng(0).normal(size=(3, 4, 200)).astype(DTYPES[source])
     q, scale_inv = block_oracle.quantized(recipe, x, (2,))
@@ -184,25 +183,13 @@ def test_vmap_of_16_bits_changes_no_byte(recipe, source):
     assert_exact(dequantized, block_oracle.dequantized(q, scale_inv, (2,), recipe.block_size))
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("recipe", [RECIPES[0], RECIPES[2]], ids=recipe_id)
-def test_axes_count_from_the_front_and_from_the_back(recipe):
-    """One program, however the axes are named."""
-
-    def program(axis):
-        return str(jax.make_jaxpr(functools.partial(recipe.quantize, axis=axis))(np.ones((2, 130, 3), np.float32)))
-
-    assert program(1) == program(-2) == program((1,)) == program((-2,)) != program(2)
-    assert program((0, 2)) == program((-3, -1)) == program((2, 0)) != program((0, 1))
-
-
 # What a block may hold
 
 
 EDGES = np.array([0.0, -0.0, 1e-45, -1e-42, 2.0**-126, 1.0, -448.0, np.inf, -np.inf, np.nan], np.float32)
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("recipe", RECIPES, ids=recipe_id)
 def test_signs_of_zeros_and_nans_stay(recipe):
     x = np.array([[0.0, -0.0, 1.0, np.nan], [0.0, -0.0, 0.0, -0.0], [np.nan] * 4], np.float32)
@@ -249,9 +236,8 @@ def test_an_inf_costs_its_block_of_mxfp8_and_no_other():
 def test_a_scale_that_is_inf_becomes_the_largest_number_of_the_input():
     recipe = BlockScaling(power_of_two=False)
     for dtype in (jnp.bfloat16, jnp.float32):
-        x = np.full((1, 1), 1e-38, dtype)
         expected = np.float32(1.0) / np.float32(jnp.finfo(dtype).max)
-        assert_exact(quantize(recipe, x).scale_inv, np.full((1, 1), expected, np.float32))
+        assert_exact(quantize(recipe, np.full((1, 1), 1e-38, dtype)).scale_inv, np.full((1, 1), expected, np.float32))
 
 
 def test_an_epsilon_bounds_the_scale():
@@ -263,39 +249,29 @@ def test_formats():
     x = np.array([[1.75]], np.float32)
     for recipe in (BlockScaling(fp8_format="HYBRID"), MXFP8(fp8_format="HYBRID")):
         assert jax.eval_shape(recipe.quantize, x).q.dtype == recipe.dtype() == jnp.float8_e4m3fn
-        blocks = quantize(recipe, x, backward=True)
+        blocks = jax.eval_shape(functools.partial(recipe.quantize, backward=True), x)
         assert blocks.q.dtype == recipe.dtype(backward=True) == jnp.float8_e5m2
-        assert float(blocks.q[0, 0]) == 57344.0
-        assert_exact(dequantize(recipe, blocks), x)
         narrow = functools.partial(recipe.dequantize, dtype=jnp.bfloat16)
         assert jax.eval_shape(narrow, *blocks).dtype == jnp.bfloat16
-        assert BlockScaling().dtype(backward=True) == MXFP8().dtype(backward=True) == jnp.float8_e4m3fn
+    assert BlockScaling().dtype(backward=True) == MXFP8().dtype(backward=True) == jnp.float8_e4m3fn
 
 
 # Bad input
 
 
 @pytest.mark.parametrize("recipe", [BlockScaling, MXFP8])
-def test_a_bad_argument_is_named(recipe):
+def test_what_a_recipe_does_not_take_is_named(recipe):
     with pytest.raises(ValueError, match='fp8_format must be "HYBRID" or "E4M3"; got .E5M2.'):
         recipe(fp8_format="E5M2")
-    with pytest.raises(ValueError, match="amax_epsilon must be finite and >= 0; 0 is no bound; got -1"):
-        BlockScaling(amax_epsilon=-1)
-
-
-@pytest.mark.parametrize("recipe", [BlockScaling(), MXFP8()], ids=recipe_id)
-@pytest.mark.parametrize("axis", [2, -3, (0, 0), (0, -2), (), (0, 1, 1)], ids=str)
-def test_axes_that_x_does_not_have_are_named(recipe, axis):
-    with pytest.raises(ValueError, match="axis is one axis of x, or two different ones; got .* for x of shape") as e:
-        recipe.quantize(jnp.ones((2, 3)), axis=axis)
-    assert str(axis) in str(e.value) and "(2, 3)" in str(e.value)
-
-
-@pytest.mark.parametrize("recipe", [BlockScaling(), MXFP8()], ids=recipe_id)
-def test_what_is_no_array_of_floats_is_named(recipe):
+    for axis in (2, -3, (0, -2), (), (0, 1, 1)):
+        message = rf"axis is one axis of x, or two different ones; got {re.escape(str(axis))} for x of shape \(2, 3\)"
+        with pytest.raises(ValueError, match=message):
+            recipe().quantize(jnp.ones((2, 3)), axis=axis)
     for x, got in ((jnp.ones(3, jnp.int32), "int32"), ([1.0], "list"), (jnp.ones(3, jnp.float8_e5m2), "float8_e5m2")):
         with pytest.raises(TypeError, match=f"floats of 16 bits or more; got {got}. Cast it to float32 first."):
-            recipe.quantize(x)
+            recipe().quantize(x)
+    with pytest.raises(ValueError, match="amax_epsilon must be finite and >= 0; 0 is no bound; got -1"):
+        BlockScaling(amax_epsilon=-1)
 
 
 def test_what_quantize_did_not_return_is_named():
@@ -308,4 +284,3 @@ def test_what_quantize_did_not_return_is_named():
         with pytest.raises(ValueError, match=r"one for every 128 elements; got .* for q \(2, 200\)") as e:
             BlockScaling().dequantize(q, jnp.ones(shape))
         assert str(shape) in str(e.value)
-    assert isinstance(jax.eval_shape(BlockScaling().quantize, jnp.ones(3)), Blocks)

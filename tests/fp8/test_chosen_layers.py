@@ -105,21 +105,19 @@ WAYS = {
 TWO = {"*up": fp8.CurrentScaling(fp8_format="E4M3"), "*": RECIPE}
 
 
-@pytest.mark.thorough(10)
+@pytest.mark.thorough(6)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize(
     ("names", "recipe", "chosen", "expected"),
     [
         (NAMES, RECIPE, None, ["up", "down"]),
         (NAMES, TWO, None, ["up", "down"]),
-        (NAMES, RECIPE, ("UP", "he*"), ["up", "head"]),
-        (NAMES, RECIPE, "*d*", ["embed", "down", "head"]),
+        (NAMES, RECIPE, ("UP", "/he*"), ["up", "head"]),
         (NAMES, TWO, lambda path, layer: path != "down", ["embed", "up", "head"]),
         (NAMES, RECIPE, (), []),
-        (NAMES, RECIPE, ("/up", "/he*"), ["up", "head"]),
-        (NAMES, {"/up": TWO["*up"], "/*": RECIPE}, "*", list(NAMES)),
+        (NAMES, {"/up": TWO["*up"], "/*": RECIPE}, "*d*", ["embed", "down", "head"]),
     ],
-    ids=["default", "two recipes", "globs", "one glob", "function", "none", "from the root", "recipes from the root"],
+    ids=["default", "two recipes", "globs", "function", "none", "recipes from the root"],
 )
 def test_three_ways_choose_alike(way, names, recipe, chosen, expected):
     with warnings.catch_warnings():
@@ -158,6 +156,7 @@ def test_the_path_of_a_layer_is_that_of_its_params():
 FUNCTIONS = {"linen": "jaxmp.fp8.autocast", "nnx": "jaxmp.nnx.to_fp8"} | dict.fromkeys(list(WAYS)[2:], "jaxmp.autocast")
 
 
+@pytest.mark.thorough(5)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize(
     ("names", "chosen", "message"),
@@ -194,7 +193,7 @@ def test_autocast_of_a_policy_warns_as_fp8_autocast_does(way):
             init = jaxmp.autocast(init, "fp8")
         else:
             stack.enter_context(jaxmp.autocast("fp8"))
-        (jax.jit(init) if way == "jit" else init)(jax.random.key(0), X)
+        jax.eval_shape(jax.jit(init) if way == "jit" else init, jax.random.key(0), X)
     assert len(got) == 1
     message = r"jaxmp.autocast chose no matmul with weights for fp8 \(embed: the first .*; up: the last .*\)"
     assert re.search(message, str(got[0].message))
@@ -220,17 +219,15 @@ class Own(nn.Module):
 def test_a_model_with_a_product_in_fp8_of_its_own_is_not_one_without(model, region):
     with warnings.catch_warnings(), region():
         warnings.simplefilter("error")
-        model.init(jax.random.key(0), X)
+        jax.eval_shape(model.init, jax.random.key(0), X)
 
 
 def test_a_policy_of_value_and_grad_leaves_it_to_the_guard():
     """`value_and_grad` says what a policy does not do, once."""
-    params = jax.jit(LinenModel(NAMES[:2]).init)(jax.random.key(0), X)["params"]
-    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), "bf16").init(params)
-
-    def loss_fn(params):
-        return jnp.mean(LinenModel(NAMES[:2]).apply({"params": params}, X))
-
+    model = LinenModel(NAMES[:2])
+    params = jax.eval_shape(model.init, jax.random.key(0), X)["params"]
+    opt_state = jax.eval_shape(jaxmp.mixed_precision(optax.sgd(0.1), "bf16").init, params)
+    compute = jaxmp.value_and_grad(lambda params: jnp.mean(model.apply({"params": params}, X)), policy="fp8")
     with pytest.warns(UserWarning, match="nothing-in-fp8") as got:
-        jaxmp.value_and_grad(loss_fn, policy="fp8")(params, opt_state=opt_state)
+        jax.eval_shape(lambda params, opt_state: compute(params, opt_state=opt_state), params, opt_state)
     assert len(got) == 1

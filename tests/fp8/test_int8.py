@@ -1,5 +1,7 @@
 """Int8: its numbers are those of NumPy, and its products run in int8."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,26 +31,12 @@ def test_a_row_is_cast_as_numpy_casts_it(axis):
     assert_within_ulps(scale_inv, expected_scale, 1)
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_row_that_is_not_finite_has_a_factor_of_nan(bad):
+def test_a_row_that_is_not_finite_has_a_factor_of_nan():
     x = _normal(4, 8)
-    x[1, 3] = bad
-    q, scale_inv = jax.jit(fp8.Int8().quantize)(x)
-    np.testing.assert_array_equal(np.isnan(scale_inv[:, 0]), [False, True, False, False])
-    assert not np.asarray(q[1]).any()
-
-
-def test_the_three_products_are_those_of_integers():
-    x, w, g = _normal(24, 40), _normal(40, 17, seed=1), _normal(24, 17, seed=2)
-
-    @jax.jit
-    def products(x, w, g):
-        y, back = jax.vjp(lambda x, w: fp8.dot_general(x, w, MATMUL, recipe=fp8.Int8()), x, w)
-        return y, *back(g)
-
-    y, dx, dw = products(x, w, g)
-    assert_products((y, dx, dw), fp8_products(fp8.Int8(), x[None], w[None], g[None]))
+    x[:3, 3] = np.nan, np.inf, -np.inf
+    q, scale_inv = map(np.asarray, jax.jit(fp8.Int8().quantize)(x))
+    np.testing.assert_array_equal(np.isnan(scale_inv[:, 0]), [True, True, True, False])
+    assert not q[:3].any()
 
 
 def _dots(recipe, **kwargs):
@@ -68,10 +56,10 @@ def test_the_products_multiply_integers():
 
 def test_a_sum_that_may_not_fit_into_int32_is_refused():
     x, w = jax.ShapeDtypeStruct((1, 133_145), jnp.bfloat16), jax.ShapeDtypeStruct((133_145, 1), jnp.bfloat16)
+    product = functools.partial(fp8.dot_general, dimension_numbers=MATMUL, recipe=fp8.Int8())
     with pytest.raises(ValueError, match="at most 133144 products; got fprop over 133145 elements"):
-        jax.eval_shape(lambda x, w: fp8.dot_general(x, w, MATMUL, recipe=fp8.Int8()), x, w)
-    q = jnp.ones((1, 133_144))
-    y = jax.jit(lambda q: fp8.dot_general(q, q.T, MATMUL, recipe=fp8.Int8()))(q)
+        jax.eval_shape(product, x, w)
+    y = jax.jit(lambda q: product(q, q.T))(np.ones((1, 133_144), np.float32))
     np.testing.assert_allclose(y, 133_144, rtol=1e-6)
 
 
@@ -79,9 +67,9 @@ def test_gradients_rounded_at_random_have_the_right_mean():
     recipe = fp8.Int8(stochastic_rounding=True)
     x = _normal(4, 64)
     keys = jax.random.split(jax.random.key(0), 400)
-    q, scale_inv = jax.jit(jax.vmap(lambda key: recipe.quantize(x, key=key)))(keys)
-    step = np.asarray(scale_inv[0])
-    assert (np.abs(np.asarray(q * scale_inv) - x) <= step * 1.001).all()
+    q, scale_inv = map(np.asarray, jax.jit(jax.vmap(lambda key: recipe.quantize(x, key=key)))(keys))
+    step = scale_inv[0]
+    assert (np.abs(q * scale_inv - x) <= step * 1.001).all()
     np.testing.assert_allclose((q * scale_inv).mean(0) / step, x / step, atol=0.13)  # 5 standard errors of 1/2
 
 
@@ -98,25 +86,22 @@ def test_random_rounding_needs_a_key_for_a_gradient_only():
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("around", ["vmap", "scan", "remat"])
+@pytest.mark.parametrize("around", ["vmap", "remat in a scan"])
 def test_it_goes_through_transformations(around):
-    xs, w = jnp.asarray(_normal(3, 8, 32)), jnp.asarray(_normal(32, 16, seed=1))
+    xs, w = _normal(3, 8, 32), _normal(32, 16, seed=1)
 
     def f(x, w):
         return fp8.dot_general(x, w, MATMUL, recipe=fp8.Int8())
 
-    ways = {
-        "vmap": jax.vmap(f, (0, None)),
-        "scan": lambda xs, w: jax.lax.scan(lambda c, x: (c, f(x, w)), 0.0, xs)[1],
-        "remat": lambda xs, w: jnp.stack([jax.checkpoint(f, policy=fp8.save_quantized)(x, w) for x in xs]),
-    }
+    remat = jax.checkpoint(f, policy=fp8.save_quantized)
+    scanned = lambda xs, w: jax.lax.scan(lambda c, x: (c, remat(x, w)), 0.0, xs)[1]  # noqa: E731
 
     @jax.jit
     def products(xs, w):
-        y, back = jax.vjp(ways[around], xs, w)
+        y, back = jax.vjp(jax.vmap(f, (0, None)) if around == "vmap" else scanned, xs, w)
         return y, back(y)[0]
 
-    y, dx = products(xs, w)
+    y, dx = map(np.asarray, products(xs, w))
     for i in range(3):
-        expected = fp8_products(fp8.Int8(), *(np.asarray(t)[None] for t in (xs[i], w, y[i])))
+        expected = fp8_products(fp8.Int8(), *(t[None] for t in (xs[i], w, y[i])))
         assert_products((y[i], dx[i]), expected)

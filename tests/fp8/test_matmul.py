@@ -94,16 +94,15 @@ def log2_leaves(*log2):
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("source", [F32, F16, BF16], ids=["float32", "float16", "bfloat16"])
-def test_quantize_saturates_and_keeps_nan(dtype, source):
+@pytest.mark.parametrize(("source", "dtype"), [(F32, E4M3), (F16, E5M2), (BF16, E4M3)])
+def test_quantize_saturates_and_keeps_nan(source, dtype):
     limit = float(ml_dtypes.finfo(dtype).max)
     x = np.array([0.0, -0.0, 1.0, 1.06, -3.3, 2e-3, 1e-7, 460, 6e4, -6e4, np.inf, -np.inf, np.nan]).astype(source)
     for scale in (1.0, 4.0, 0.25):
-        q = quantize(jnp.asarray(x), jnp.float32(scale), dtype)
+        q = np.asarray(quantize(jnp.asarray(x), jnp.float32(scale), dtype))
         expected = np.clip(x.astype(F32) * F32(scale), -limit, limit).astype(dtype)
         assert_exact(q, expected)
-        assert np.isnan(np.asarray(q[-1], F32))
+        assert np.isnan(q[-1].astype(F32))
         assert float(q[-3]) == limit == -float(q[-2])
         back = dequantize(q, jnp.float32(scale), F32)
         assert_exact(back, expected.astype(F32) / F32(scale))
@@ -118,23 +117,14 @@ def test_quantize_saturates_and_keeps_nan(dtype, source):
 
 CASES = {  # lhs shape, rhs shape, dimension_numbers
     "matmul": ((16, 32), (32, 48), MATMUL),
-    "rhs_transposed": ((16, 32), (48, 32), (((1,), (1,)), ((), ()))),
-    "lhs_transposed": ((32, 16), (32, 48), (((0,), (0,)), ((), ()))),
     "both_transposed": ((32, 16), (48, 32), (((0,), (1,)), ((), ()))),
-    "activations_3d": ((2, 8, 32), (32, 16), (((2,), (0,)), ((), ()))),
-    "two_contracting": ((16, 4, 8), (8, 4, 16), (((1, 2), (1, 0)), ((), ()))),
     "contracting_out_of_order": ((16, 4, 8), (4, 8, 16), (((2, 1), (1, 0)), ((), ()))),
-    "batch": ((3, 16, 32), (3, 32, 16), (((2,), (1,)), ((0,), (0,)))),
-    "batch_elsewhere": ((16, 3, 32), (32, 16, 3), (((2,), (0,)), ((1,), (2,)))),
     "rhs_free_on_both_sides": ((16, 32), (4, 32, 4), (((1,), (1,)), ((), ()))),
     "two_batch": ((2, 16, 3, 16), (3, 16, 16, 2), (((3,), (1,)), ((2, 0), (0, 3)))),
     # Sides that are no multiples of 16 are padded with zeros inside.
-    "odd_sides": ((23, 37), (37, 10), MATMUL),
-    "odd_sides_transposed": ((37, 23), (10, 37), (((0,), (1,)), ((), ()))),
     "odd_activations_3d": ((3, 5, 37), (37, 10), (((2,), (0,)), ((), ()))),
     "odd_contracting_out_of_order": ((6, 3, 5), (3, 5, 10), (((2, 1), (1, 0)), ((), ()))),
     "odd_batch": ((3, 5, 37), (3, 37, 7), (((2,), (1,)), ((0,), (0,)))),
-    "one_row": ((1, 32), (32, 16), MATMUL),
     "vector": ((37,), (37, 10), (((0,), (0,)), ((), ()))),
     "two_vectors_in_a_batch": ((37, 2), (2, 37), (((0,), (1,)), ((1,), (0,)))),
 }
@@ -184,8 +174,11 @@ def test_the_program_for_cuda_multiplies_fp8_in_multiples_of_16(recipe, scales, 
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize("recipe", [HYBRID, ONLY_E4M3], ids=["HYBRID", "E4M3"])
-@pytest.mark.parametrize("log2", [(3, -2, 5), (-63, 63, 0), (63, 63, -60), (-55, -55, 20)], ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "log2"),
+    [(ONLY_E4M3, (3, -2, 5)), (HYBRID, (-63, 63, 0)), (HYBRID, (63, 63, -60)), (HYBRID, (-55, -55, 20))],
+    ids=lambda x: x.fp8_format if isinstance(x, DelayedScaling) else str(x),
+)
 def test_power_of_two_scales(recipe, log2):
     """Operands at the size that their scale is for; results are the oracle's to the bit, up to the ends of float32."""
     scales = [2.0**x for x in log2]
@@ -212,13 +205,6 @@ def test_scales_that_are_no_powers_of_two():
         assert_exact(got[3], Scales(F32(31), F32(31), F32(31)))
 
 
-def test_values_beyond_the_range_saturate_and_are_reported():
-    lhs, rhs = np.full((16, 16), 500, F32), np.full((16, 16), 2, F32)
-    y, _, _, amaxes = run(lhs, rhs, np.full((16, 16), 1e6, F32), MATMUL)
-    assert_exact(y, np.full((16, 16), 448 * 2 * 16, F32))
-    assert_exact(amaxes, Scales(F32(500), F32(2), F32(1e6)))
-
-
 # Dtypes
 
 
@@ -228,9 +214,7 @@ def test_values_beyond_the_range_saturate_and_are_reported():
     [
         (F32, F32, None, F32),
         (BF16, F32, None, BF16),
-        (F32, BF16, None, BF16),
-        (F16, F32, None, F16),
-        (BF16, BF16, None, BF16),
+        (F32, F16, None, F16),
         (BF16, F32, F32, F32),
         (F32, F32, BF16, BF16),
     ],
@@ -261,7 +245,7 @@ def test_float16_results_whose_accumulator_is_beyond_float16():
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan], ids=str)
+@pytest.mark.parametrize("bad", [-np.inf, np.nan], ids=str)
 @pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling()], ids=["delayed", "current"])
 def test_what_is_not_finite_shows(recipe, bad):
     """Delayed scaling reports it as an amax of inf; current scaling, which has none, by a result of NaN.
@@ -283,8 +267,7 @@ def test_what_is_not_finite_shows(recipe, bad):
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("power_of_two", [True, False])
-@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize(("power_of_two", "size"), [(True, 1e-30), (True, 1e30), (False, 1.0), (False, 1e30)])
 def test_current_scaling(power_of_two, size):
     """Scales by the tensors' own amaxes, whatever their size."""
     recipe = CurrentScaling(power_of_two=power_of_two)
@@ -301,9 +284,16 @@ def test_current_scaling(power_of_two, size):
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling(), BlockScaling(), MXFP8()], ids=lambda x: type(x).__name__)
-@pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0), (0, 5, 3), (5, 7, 3)], ids=str)
-def test_sides_that_are_empty_or_odd(recipe, shape):
+@pytest.mark.parametrize(
+    ("recipe", "shape"),
+    [
+        *((HYBRID, shape) for shape in ((0, 16, 16), (16, 0, 16), (16, 16, 0))),
+        *((recipe, (16, 0, 16)) for recipe in (CurrentScaling(), BlockScaling())),
+        *((recipe, (0, 5, 3)) for recipe in (CurrentScaling(), MXFP8())),
+    ],
+    ids=lambda x: str(x) if isinstance(x, tuple) else type(x).__name__,
+)
+def test_sides_that_are_empty(recipe, shape):
     m, k, n = shape
     lhs, rhs, grad = (whole_numbers(i, *sides, largest=8) for i, sides in enumerate([(m, k), (k, n), (m, n)]))
     y, d_lhs, d_rhs, amaxes = run(lhs, rhs, grad, MATMUL, recipe=recipe, scales=UNIT if recipe is HYBRID else None)
@@ -312,11 +302,10 @@ def test_sides_that_are_empty_or_odd(recipe, shape):
         assert_exact(amaxes, Scales(*(np.max(np.abs(x), initial=F32(0)) for x in (lhs, rhs, grad))))
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("rows", [8, 12, 20])
-def test_a_batch_split_over_devices_gives_the_same_bits(rows):
+@pytest.mark.thorough(0)
+def test_a_batch_split_over_devices_gives_the_same_bits():
     """Of split tensors XLA pads what each device has; in shard_map each device pads its own rows."""
-    lhs, rhs, grad = whole_numbers(0, rows, 20), whole_numbers(1, 20, 10), whole_numbers(2, rows, 10)
+    lhs, rhs, grad = whole_numbers(0, 12, 20), whole_numbers(1, 20, 10), whole_numbers(2, 12, 10)
     whole = run(lhs, rhs, grad, MATMUL)
     mesh, explicit = (
         jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(kind,))
@@ -342,7 +331,7 @@ def test_a_batch_split_over_devices_gives_the_same_bits(rows):
 
 @pytest.mark.thorough(0)
 @pytest.mark.optimized
-@pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling(), MXFP8()], ids=["delayed", "current", "mxfp8"])
+@pytest.mark.parametrize("recipe", [HYBRID, MXFP8()], ids=["delayed", "mxfp8"])
 def test_operands_that_the_same_program_computes_in_bfloat16_are_rounded_first(recipe):
     """XLA computes them in float32, and a reader in float32 could see them without their rounding.
 
@@ -395,8 +384,14 @@ def gemms_of(f, *args):
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("recipe", [HYBRID, CurrentScaling(), BlockScaling(), MXFP8()], ids=lambda x: type(x).__name__)
-@pytest.mark.parametrize("around", ["jit", "checkpoint", "scan", "vmap"])
+@pytest.mark.parametrize(
+    ("recipe", "around"),
+    [
+        *((HYBRID, around) for around in ("checkpoint", "scan", "vmap")),
+        *((CurrentScaling(), "scan"), (BlockScaling(), "vmap"), (MXFP8(), "jit")),
+    ],
+    ids=lambda x: x if isinstance(x, str) else type(x).__name__,
+)
 def test_vmap_joins_rows_inside_what_stands_around_the_model(recipe, around):
     """x [S, B, K]: the result for all rows at once, in whatever order the transformations come."""
     x, w = whole_numbers(0, 2, 8, 20), whole_numbers(1, 20, 10)
@@ -450,18 +445,25 @@ def test_gradients_of_each_example():
     assert largest == {LHS: [np.max(np.abs(x))], RHS: [np.max(np.abs(w))], GRAD: [7]}
 
 
-def test_members_with_weights_of_their_own_under_vmap_of_examples():
+@pytest.mark.parametrize(
+    ("m", "k", "n", "gemm"),
+    [
+        (6, 20, 10, ((3, 16, 32), (3, 32, 16))),
+        pytest.param(64, 64, 64, ((3, 64, 64), (3, 64, 64)), marks=pytest.mark.thorough(0)),  # what kernels cast
+    ],
+    ids=["odd", "tiles"],
+)
+def test_members_with_weights_of_their_own_under_vmap_of_examples(m, k, n, gemm):
     """Experts inside a model of one example: the rows of each expert join; each has its own scales and amaxes."""
-    x, w = whole_numbers(0, 6, 3, 20), whole_numbers(1, 3, 20, 10)
+    x, w, grad = whole_numbers(0, m, 3, k), whole_numbers(1, 3, k, n), whole_numbers(2, m, 3, n)
     leaves = Scales(*(np.arange(3, dtype=F32) - i for i in range(3)))
-    grad = whole_numbers(2, 6, 3, 10)
     f = with_gradients(jax.vmap(jax.vmap(one_example(HYBRID)), (0, *[None] * 4)), grad)
     y, d_x, d_w, amaxes = jax.jit(f)(x, w, leaves)
     for i in range(3):
         member = Scales(*(leaf[i] for leaf in leaves))
         want = run(x[:, i], w[i], grad[:, i], MATMUL, scales=member)
         assert_exact((y[:, i], d_x[:, i], d_w[i], jax.tree.map(lambda a, i=i: a[i], amaxes)), want)
-    assert gemms_of(f, x, w, leaves)[0] == ((3, 16, 32), (3, 32, 16))
+    assert gemms_of(f, x, w, leaves)[0] == gemm
 
 
 # Arguments that fp8 does not take
@@ -493,7 +495,6 @@ UNFIT = {
     "batch": (X_4_5, jnp.ones((5, 6)), BATCH_AXES, CurrentScaling(), r"equal sizes on summed and batch axes"),
     "integers": (jnp.ones((4, 5), int), jnp.ones((5, 6)), MATMUL, CurrentScaling(), "takes floats .*; got int32 and"),
     "a name": (X_4_5, jnp.ones((5, 6)), MATMUL, "fp8", "a recipe must be one of jaxmp.fp8"),
-    "a class": (X_4_5, jnp.ones((5, 6)), MATMUL, CurrentScaling, "a recipe must be one of jaxmp.fp8"),
 }
 
 
@@ -508,13 +509,10 @@ def test_operands_that_do_not_fit_are_named_by_their_own_shapes(what):
 
 EQUATIONS = {
     "btd,dhk->bthk": ((2, 16, 16), (16, 4, 8)),  # attention's projections
-    "bthk,hkd->btd": ((2, 16, 4, 8), (4, 8, 16)),
     "ecd,edf->ecf": ((3, 16, 32), (3, 32, 16)),  # experts
     "bqhd,bkhd->bhqk": ((2, 16, 2, 16), (2, 16, 2, 16)),
-    "...d,df->...f": ((2, 8, 16), (16, 32)),
     "...ij,...jk->...ik": ((3, 16, 16), (3, 16, 32)),
     "b...d,df->b...f": ((2, 8, 16), (16, 32)),
-    "ij,jk->ki": ((16, 32), (32, 16)),
     " ij , kj -> ik ": ((16, 32), (48, 32)),
     "abd,dc->cba": ((4, 4, 16), (16, 16)),
 }
@@ -537,11 +535,9 @@ def test_einsum_is_that_of_the_quantized_operands(equation):
     ("equation", "reason"),
     [
         ("ij,jk", "it needs two operands and '->'"),
-        ("ij->ij", "it needs two operands and '->'"),
         ("ij,jk,kl->il", "it needs two operands and '->'"),
         ("i,ij->j", "it does not fit operands of 2 and 2 axes"),
         ("ii,ij->j", "a label may come once in each operand"),
-        ("ij,jk->iik", "a label may come once in each operand"),
         ("ij,jk->k", "the label 'i' is in one operand only and not in the result: sum it first"),
         ("ij,jk->ikl", "the result has labels of no operand: ['l']"),
     ],

@@ -25,12 +25,11 @@ from oracle_data import load, load_arrays
 CASES = load("te_nvfp4_index")["cases"]
 ARRAYS = load_arrays("te_nvfp4")
 NEAREST = NVFP4(stochastic_rounding=False)
-PLAIN = NVFP4(stochastic_rounding=False, hadamard=False)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "axis"))
-def quantize(recipe, x, axis=-1, key=None):
-    return recipe.quantize(x, axis=axis, key=key)
+def quantize(recipe, x, axis=-1):
+    return recipe.quantize(x, axis=axis)
 
 
 # casts
@@ -54,12 +53,11 @@ def saturated(x, axis):
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
-def test_casts_equal_a_rewrite(size):
-    x = (np.random.default_rng(0).standard_cauchy((3, 40, 56)) * size).astype(np.float32)
-    for axis in ((2,), (1,), (1, 2)):
-        found = quantize(NVFP4(), x, axis)
-        for actual, expected in zip(found, nvfp4_rewritten(x, axis), strict=True):
+@pytest.mark.parametrize("axis", [(1,), (1, 2)], ids=str)
+def test_casts_equal_a_rewrite(axis):
+    for size in (1e-30, 1.0, 1e30):
+        x = (np.random.default_rng(0).standard_cauchy((3, 40, 56)) * size).astype(np.float32)
+        for actual, expected in zip(quantize(NVFP4(), x, axis), nvfp4_rewritten(x, axis), strict=True):
             assert_exact(actual, expected)  # products and quotients, each rounded once; nothing is added
 
 
@@ -108,20 +106,21 @@ def test_hadamard_is_orthogonal():
 # products
 
 
-@pytest.mark.thorough(0)  # tests/suites/test_fp8_recipes_by_layers.py: NEAREST, by autocast
-@pytest.mark.parametrize("recipe", [NEAREST, PLAIN, NVFP4(stochastic_rounding=False, square_weights=False)], ids=str)
-def test_products_of_the_blocks_are_exact(recipe):
+@pytest.mark.thorough(0)  # tests/suites/test_fp8_recipes_by_layers.py: NEAREST
+def test_products_of_the_blocks_are_exact():
     x, w, g = normal(1, 2, 48, 80), normal(2, 2, 80, 32), normal(3, 2, 48, 32)
-    f = functools.partial(gradients, product(recipe, (((2,), (1,)), ((0,), (0,)))))
-    expected = products(recipe, x, w, g)
-    assert_products(jax.jit(f)(x, w, g), expected)
-    if recipe == PLAIN:
-        # Under vmap each member has its own tensor scale.
-        members = [products(recipe, *(t[i : i + 1] for t in (x, w, g))) for i in range(2)]
-        each = functools.partial(gradients, product(recipe))
-        found = jax.jit(jax.vmap(each))(x, w, g)
-        for i, member in enumerate(members):
-            assert_products([t[i : i + 1] for t in found], member)
+    recipe = NVFP4(stochastic_rounding=False, square_weights=False)
+    of_batch = functools.partial(gradients, product(recipe, (((2,), (1,)), ((0,), (0,)))))
+    assert_products(jax.jit(of_batch)(x, w, g), products(recipe, x, w, g))
+
+
+@pytest.mark.thorough(0)
+def test_under_vmap_each_member_has_its_own_tensor_scale():
+    x, w, g = normal(1, 2, 48, 80), normal(2, 2, 80, 32), normal(3, 2, 48, 32)
+    recipe = NVFP4(stochastic_rounding=False, hadamard=False)
+    found = jax.jit(jax.vmap(functools.partial(gradients, product(recipe))))(x, w, g)
+    for i in range(2):
+        assert_products([t[i : i + 1] for t in found], products(recipe, *(t[i : i + 1] for t in (x, w, g))))
 
 
 RANDOM = NVFP4()
@@ -167,32 +166,28 @@ plain = jax.grad(functools.partial(loss, keyed), argnums=(0, 1))
 jitted = jax.jit(plain)
 
 
-def checkpointed(x, w, key):
-    return jax.checkpoint(keyed)(x, w, key)
-
-
 def scanned(x, w, key):
-    return jax.lax.scan(lambda carry, x: (carry, keyed(x, w, key)), None, x[None])[1][0]
+    step = jax.checkpoint(lambda x: keyed(x, w, key))
+    return jax.lax.scan(lambda carry, x: (carry, step(x)), None, x[None])[1][0]
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("how", ["remat", "scan", "explicit", "shard_map", "shard_map_unchecked"])
+@pytest.mark.parametrize("how", ["remat in a scan", "explicit", "shard_map"])
 def test_transformations(how):
     """The gradients with a key are those without the transformation; those of a device's rows, in shard_map."""
     x, w, key = normal(1, 64, 48), normal(2, 48, 32), jax.random.key(3)
-    mesh_of = functools.partial(jax.make_mesh, (4,), ("data",), devices=jax.devices()[:4])
-    if how.startswith("shard_map"):
-        given = {"in_specs": (P("data"), P(), P()), "out_specs": P("data"), "check_vma": how == "shard_map"}
-        mesh = mesh_of(axis_types=(AxisType.Auto,))
-        found = [jax.jit(jax.shard_map(lambda *args: plain(*args)[0], mesh=mesh, **given))(x, w, key)]
-        expected = [np.concatenate([jitted(part, w, key)[0] for part in np.split(x, 4)])]
+    mesh_of = functools.partial(jax.make_mesh, (2,), ("data",), devices=jax.devices()[:2])
+    if how == "shard_map":
+        mesh, of_rows = mesh_of(axis_types=(AxisType.Auto,)), lambda *args: plain(*args)[0]
+        spread = jax.shard_map(of_rows, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
+        found = [jax.jit(spread)(np.concatenate([x, 2 * x]), w, key)]
+        expected = [np.concatenate([jitted(part, w, key)[0] for part in (x, 2 * x)])]
     elif how == "explicit":
         with jax.set_mesh(mesh_of(axis_types=(AxisType.Explicit,))):
             found = jitted(jax.reshard(x, P("data")), jax.reshard(w, P()), key)
         expected = jitted(x, w, key)
     else:
-        f = checkpointed if how == "remat" else scanned
-        found = jax.jit(jax.grad(functools.partial(loss, f), argnums=(0, 1)))(x, w, key)
+        found = jax.jit(jax.grad(functools.partial(loss, scanned), argnums=(0, 1)))(x, w, key)
         expected = jitted(x, w, key)
     for actual, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(actual, wanted, atol=1e-3)
@@ -217,10 +212,10 @@ def batch():
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize("recipe", [NVFP4(), fp8.MXFP8(), fp8.BlockScaling(fp8_format="HYBRID")], ids=type)
-def test_training_linen(recipe):
-    """With a key like Dropout's, if gradients are rounded at random. An inf skips the step."""
+def test_training_linen():
+    """With a key like Dropout's, as gradients are rounded at random. An inf skips the step."""
     x, target = batch()
+    recipe = NVFP4()
     model, tx = Mlp(), jaxmp.mixed_precision(optax.adam(1e-2), "bf16", recipe=recipe)
 
     def loss_fn(params, x, key):
@@ -237,11 +232,9 @@ def test_training_linen(recipe):
         return loss, grads, jaxmp.apply_gradients(tx, grads, opt_state, params)
 
     params, opt_state = jaxmp.get_policy("bf16").cast_to_param(params32), tx.init(params32)
-    assert str(np.dtype(recipe.dtype())).removeprefix("float4_") in str(step.trace(params, opt_state, x, KEYS[0]).jaxpr)
     first, again, other = (step(params, opt_state, x, KEYS[i])[1] for i in (1, 1, 2))
     assert_same_program(first, again)
-    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True)
-    assert any(bool((a != b).any()) for a, b in pairs) == recipe.rounds_at_random
+    assert any(bool((a != b).any()) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True))
     losses = []
     for key in KEYS[:30]:
         loss, _, (params, opt_state) = step(params, opt_state, x, key)

@@ -76,7 +76,7 @@ def run_all(key) -> dict[str, AmaxState]:
 # TransformerEngine
 
 
-@pytest.mark.thorough(5)
+@pytest.mark.thorough(3)
 @pytest.mark.parametrize("case", FUSED["cases"], ids=name_of)
 def test_te_semantics_are_the_fused_bulk_update(case):
     trace = run_all(recipe_of(case))[case["name"]]
@@ -91,7 +91,7 @@ def test_te_semantics_are_the_fused_bulk_update(case):
 ALIKE = [case for case in TE_JAX["cases"] if case["equal_to_fused_bulk"]]
 
 
-@pytest.mark.thorough(4)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("case", ALIKE, ids=name_of)
 def test_te_semantics_are_those_of_te_jax(case):
     (fused,) = [fused for fused in FUSED["cases"] if fused["name"] == case["name"]]
@@ -108,7 +108,7 @@ def test_what_te_jax_does_not_do_alike_is_what_we_know_of():
     assert len(ALIKE) == 54
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("row", FROM_AMAX["rows"], ids=lambda r: f"{r['fmt']}-pow2={r['pow2']}-{r['amax_epsilon']:g}")
 def test_current_scaling_is_the_cuda_rule(row):
     """The Python reference of TransformerEngine differs for inf and NaN only; its kernels are what trains."""
@@ -118,7 +118,7 @@ def test_current_scaling_is_the_cuda_rule(row):
     assert_exact(scale, np.array(row["cuda"], np.float32))
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     "row", FUSED["scale_formula"]["rows"], ids=lambda r: f"{r['fmt']}-margin={r['margin']}-{r['old_scale']}"
 )
@@ -145,20 +145,18 @@ def test_the_formula_on_a_grid(row):
 # The rule of jaxmp
 
 
-@pytest.mark.thorough(4)
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
-@pytest.mark.parametrize("bad", [np.inf, np.nan, -np.nan, -np.inf, 0.0, -0.0, -1.0], ids=str)
-def test_an_amax_that_is_no_observation_changes_nothing(bad, algo):
+def test_an_amax_that_is_no_observation_changes_nothing(algo):
     recipe = DelayedScaling(amax_history_len=3, amax_compute=algo)
-    update = jax.jit(recipe.update)
-    state = update(update(recipe.init(), jnp.float32(3.0)), jnp.float32(100.0))
-    assert_moved(update(state, jnp.float32(bad)), state)
-    first = recipe.init()
-    assert_moved(update(first, jnp.float32(bad)), first)
+    update, first = jax.jit(recipe.update), recipe.init()
+    later = update(update(first, np.float32(3.0)), np.float32(100.0))
+    for bad in (np.inf, np.nan, -np.nan, -np.inf, 0.0, -0.0, -1.0):
+        for state in (first, later):
+            assert_moved(update(state, np.float32(bad)), state)
 
 
-@pytest.mark.thorough(4)
-@pytest.mark.parametrize("key", sorted({recipe_of(case) for case in FUSED["cases"]}, key=str)[::3], ids=str)
+@pytest.mark.thorough(2)
+@pytest.mark.parametrize("key", sorted({recipe_of(case) for case in FUSED["cases"]}, key=str)[::8], ids=str)
 def test_without_bad_amaxes_the_semantics_agree(key):
     cases = [case for case in FUSED["cases"] if recipe_of(case) == key]
     amaxes = np.concatenate([amaxes_of(case)[:3] for case in cases], axis=1)
@@ -176,23 +174,6 @@ def test_te_semantics_let_an_inf_freeze_the_scale_and_jaxmp_does_not():
     assert_exact(ours.scale, np.array([64, 64, 16, 16, 16], np.float32))
     assert np.isinf(te.amax_history[1:3]).any(axis=1).all()
     assert np.all(np.isfinite(ours.amax_history))
-
-
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("power_of_two", [True, False])
-@pytest.mark.parametrize("semantics", ["jaxmp", "te"])
-def test_tensors_side_by_side_are_as_tensors_alone(semantics, power_of_two):
-    """A state of shape [2, n] and vmap over scalars do what n separate updates do; with the edges among the amaxes."""
-    recipe = DelayedScaling(amax_history_len=2, semantics=semantics, power_of_two=power_of_two)
-    amaxes = np.stack([EDGES, EDGES[::-1], np.full_like(EDGES, 2.0)])
-    together = scan(recipe, np.stack([amaxes, amaxes], axis=1))
-    alone = jax.vmap(
-        lambda amaxes: jax.lax.scan(lambda s, a: (recipe.update(s, a),) * 2, recipe.init(), amaxes)[1],
-        in_axes=1,
-        out_axes=-1,
-    )(amaxes)
-    for i in range(2):
-        assert_exact(AmaxState(together.scale[:, i], together.amax_history[:, :, i]), jax.tree.map(np.asarray, alone))
 
 
 def test_types_stay_and_the_second_call_compiles_nothing():
@@ -221,22 +202,19 @@ def test_a_function_of_the_history():
 
 
 def test_formats():
-    hybrid, e4m3 = DelayedScaling(amax_history_len=1), DelayedScaling(amax_history_len=1, fp8_format="E4M3")
-    for recipe, backward, dtype in (
-        (hybrid, False, jnp.float8_e4m3fn),
-        (hybrid, True, jnp.float8_e5m2),
-        (e4m3, False, jnp.float8_e4m3fn),
-        (e4m3, True, jnp.float8_e4m3fn),
-    ):
-        current = CurrentScaling(fp8_format=recipe.fp8_format)
-        assert recipe.dtype(backward=backward) == current.dtype(backward=backward) == dtype
-        state = recipe.update(recipe.init(backward=backward), jnp.float32(1.75), backward=backward)
-        expected = float(jnp.finfo(dtype).max) / 1.75
-        assert_exact(state.scale, expected)
-        assert_exact(current.scale(jnp.float32(1.75), backward=backward), expected)
-        for power_of_two in (True, False):  # constants to autodiff
-            current = CurrentScaling(fp8_format=recipe.fp8_format, power_of_two=power_of_two)
-            assert_exact(jax.grad(current.scale)(jnp.float32(3.0)), 0.0)
+    for fmt, largest in (("HYBRID", jnp.float8_e5m2), ("E4M3", jnp.float8_e4m3fn)):
+        delayed, current = DelayedScaling(amax_history_len=1, fp8_format=fmt), CurrentScaling(fp8_format=fmt)
+        assert delayed.dtype() == current.dtype() == jnp.float8_e4m3fn
+        assert delayed.dtype(backward=True) == current.dtype(backward=True) == largest
+
+        @jax.jit
+        def scales(amax, delayed=delayed, current=current):
+            state = delayed.update(delayed.init(backward=True), amax, backward=True)
+            return state.scale, current.scale(amax, backward=True)
+
+        assert_exact(scales(np.float32(1.75)), (np.float32(jnp.finfo(largest).max) / np.float32(1.75),) * 2)
+    for power_of_two in (True, False):  # constants to autodiff
+        assert_exact(jax.grad(CurrentScaling(power_of_two=power_of_two).scale)(jnp.float32(3.0)), 0.0)
 
 
 # Powers of two
@@ -263,24 +241,14 @@ def test_the_largest_power_of_two_that_fits(amax, fp8_max, margin):
     assert np.all((2 * reached > limit) | (scale == np.float32(2.0**127)))
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("fp8_max", FP8_MAX.values())
-def test_powers_of_two_of_every_significand_are_the_quotient_rounded_down(fp8_max):
-    amax = np.arange(0x3F800000, 0x40000000, dtype=np.int32).view(np.float32)
-    masked = (np.float32(fp8_max) / amax).view(np.uint32) & np.uint32(0xFF800000)
-    assert_exact(_largest_power(fp8_max, 0)(amax), masked.view(np.float32))
-
-
-@pytest.mark.thorough(0)
 def test_golden_edges():
     kept = 3.0
     power = np.array([kept] * 2 + [2.0**127] * 4 + [256.0, 1.0, 2.0**-120] + [kept] * 5, np.float32)
     exact = [FLOAT32.max] * 4 + [448.0, 1.0, np.float32(448.0) / FLOAT32.max]
     exact = np.array([kept] * 2 + exact + [kept] * 5, np.float32)
-    for jit in (lambda f: f, jax.jit):
-        assert_exact(jit(lambda a: scale_from_amax(a, 448.0, fallback=kept))(jnp.asarray(EDGES)), power)
-        formula = functools.partial(scale_from_amax, fp8_max=448.0, fallback=kept, power_of_two=False)
-        assert_exact(jit(formula)(jnp.asarray(EDGES)), exact)
+    for power_of_two, expected in ((True, power), (False, exact)):
+        formula = functools.partial(scale_from_amax, fp8_max=448.0, fallback=kept, power_of_two=power_of_two)
+        assert_exact(jax.jit(formula)(EDGES), expected)
 
 
 # The cast that a scale is made for: torch saturates and JAX alone does not, so that clipping is part of it
@@ -310,14 +278,11 @@ def test_every_cast_saturates_and_rounds_as_the_hardware_does(source, dtype):
 @pytest.mark.parametrize(
     "kwargs, message",
     [
-        ({"fp8_format": "E5M2"}, 'fp8_format must be "HYBRID" or "E4M3"; got .E5M2.'),
         ({"fp8_format": "e4m3"}, 'fp8_format must be "HYBRID" or "E4M3"; got \'e4m3\''),
         ({"amax_epsilon": -1.0}, "amax_epsilon must be finite and >= 0; 0 is no bound; got -1.0"),
         ({"amax_epsilon": float("nan")}, "amax_epsilon must be finite and >= 0; 0 is no bound; got nan"),
-        ({"amax_epsilon": float("inf")}, "got inf"),
         ({"amax_history_len": 0}, "amax_history_len must be a whole number >= 1; got 0. .* CurrentScaling"),
         ({"amax_history_len": 1.5}, "amax_history_len must be a whole number >= 1; got 1.5"),
-        ({"margin": 0.5}, "margin counts binades: a whole number from -100 to 100; got 0.5"),
         ({"margin": 101}, "margin counts binades: a whole number from -100 to 100; got 101"),
         ({"amax_compute": "mean"}, 'amax_compute must be "max", "most_recent" or a function .*; got \'mean\''),
         ({"semantics": "flax"}, 'semantics must be "jaxmp" or "te" .*; got \'flax\''),
@@ -340,11 +305,11 @@ def test_an_interval_is_accepted_and_said_to_do_nothing():
     DelayedScaling(interval=1)
 
 
-@pytest.mark.parametrize("shape, amax", [((2,), (3,)), ((), (1,)), ((2,), ())], ids=str)
-def test_shapes_that_do_not_agree_are_named(shape, amax):
+def test_shapes_that_do_not_agree_are_named():
     recipe = DelayedScaling(amax_history_len=2)
-    with pytest.raises(ValueError, match=r"amaxes of each scale must be in the history.*init\(shape\)"):
-        recipe.update(recipe.init(shape), jnp.ones(amax))
+    for shape, amax in (((2,), (3,)), ((), (1,)), ((2,), ())):
+        with pytest.raises(ValueError, match=r"amaxes of each scale must be in the history.*init\(shape\)"):
+            recipe.update(recipe.init(shape), jnp.ones(amax))
     with pytest.raises(ValueError, match="amax_history_len=2 amaxes of each scale must be.*got .*history \\(3,\\)"):
         recipe.update(DelayedScaling(amax_history_len=3).init(), jnp.float32(1.0))
 

@@ -14,11 +14,8 @@ from jaxmp._src.programs import jaxprs
 from jaxmp.fp8 import MXFP8, NVFP4, BlockScaling, CurrentScaling, RowwiseScaling
 
 X = np.random.default_rng(0).normal(size=(2 * SIDE, SIDE)).astype(np.float32)
-RECIPES = (
-    RECIPE,
-    *(CurrentScaling(), RowwiseScaling(), BlockScaling(), MXFP8()),
-    pytest.param(NVFP4(stochastic_rounding=False), marks=pytest.mark.thorough(0)),  # compiles for long
-)
+RECIPES = (RECIPE, CurrentScaling(), RowwiseScaling(), BlockScaling(), MXFP8(), NVFP4(stochastic_rounding=False))
+RUN = (RECIPE, MXFP8())  # compiled, too
 
 
 def block(params, x, recipe):
@@ -27,13 +24,12 @@ def block(params, x, recipe):
 
 
 def casts_to_fp8(jaxpr):
-    found = 0
+    count = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "convert_element_type":
-            found += eqn.outvars[0].aval.dtype.itemsize == 1
-        inner = jaxprs.functions_of(eqn)
-        found += sum(casts_to_fp8(jaxpr) for jaxpr, *_ in inner)
-    return found
+            count += eqn.outvars[0].aval.dtype.itemsize == 1
+        count += sum(casts_to_fp8(jaxpr) for jaxpr, *_ in jaxprs.functions_of(eqn))
+    return count
 
 
 @pytest.mark.thorough(0)
@@ -48,11 +44,10 @@ def test_no_tensor_is_cast_twice(recipe):
         "policy": jax.checkpoint(run, policy=jaxmp.fp8.save_quantized),
         "everything": jax.checkpoint(run, policy=jax.checkpoint_policies.everything_saveable),
     }
-    casts, grads = {}, {}
-    for name, f in ways.items():
-        gradient = jax.grad(lambda params, f=f: jnp.sum(f(params, X) ** 2))
-        casts[name] = casts_to_fp8(jax.make_jaxpr(gradient)(params).jaxpr)
-        grads[name] = jax.jit(gradient)(params)
+    gradients = {name: jax.grad(lambda params, f=f: jnp.sum(f(params, X) ** 2)) for name, f in ways.items()}
+    casts = {name: casts_to_fp8(jax.make_jaxpr(gradients[name])(params).jaxpr) for name in ("kept", "remat", "policy")}
     assert casts["policy"] == casts["kept"] < casts["remat"], casts
-    for name in ("policy", "everything"):
-        assert_close(grads[name], grads["kept"], rtol=1e-5, atol=1e-5)
+    if recipe in RUN:
+        kept, policy, everything = (jax.jit(gradients[name])(params) for name in ("kept", "policy", "everything"))
+        assert_close(policy, kept, rtol=1e-5, atol=1e-5)
+        assert_close(everything, kept, rtol=1e-5, atol=1e-5)

@@ -10,23 +10,15 @@ import pytest
 from jaxmp import fp8
 
 MATMUL = (((1,), (0,)), ((), ()))
-RECIPES = [
+RECIPES = (
     fp8.DelayedScaling(),
     fp8.CurrentScaling(),
     fp8.RowwiseScaling(),
     fp8.BlockScaling(),
     fp8.MXFP8(),
-    fp8.NVFP4(stochastic_rounding=False),
     fp8.Int8(),
-]
-each_recipe = pytest.mark.parametrize(  # ordinary: a scale of each tensor, which is state, and one of each block
-    "recipe",
-    [
-        pytest.param(recipe, marks=[] if type(recipe) in (fp8.DelayedScaling, fp8.MXFP8) else pytest.mark.thorough(0))
-        for recipe in RECIPES
-    ],
-    ids=lambda recipe: type(recipe).__name__,
 )
+RECIPES += (fp8.NVFP4(stochastic_rounding=False),)
 WIDE = {
     "dgrad": {"dgrad": "bfloat16"},
     "wgrad": {"wgrad": "bfloat16"},
@@ -55,26 +47,28 @@ def _products(recipe, x, w, g):
     return y, *back(g)
 
 
-@each_recipe
-def test_a_product_that_is_named_is_that_of_16_bits_and_the_others_stay(recipe):
+def test_a_product_that_is_named_is_that_of_16_bits_and_the_others_stay():
+    """Other recipes: tests/suites/test_fp8_recipes_by_layers.py."""
+    recipe = fp8.DelayedScaling()
+
     @jax.jit
     def all_of_them(x, w, g):
         in_16_bits = jax.lax.dot_general(g, w.astype(jnp.bfloat16), (((1,), (1,)), ((), ())))
         of_weights = jax.lax.dot_general(x, g, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        found = {name: _products(dataclasses.replace(recipe, **wide), x, w, g) for name, wide in WIDE.items()}
-        return _products(recipe, x, w, g), in_16_bits, of_weights, found
+        by_name = {name: _products(dataclasses.replace(recipe, **wide), x, w, g) for name, wide in WIDE.items()}
+        return _products(recipe, x, w, g), in_16_bits, of_weights, by_name
 
-    (y, dx, dw, amaxes), in_16_bits, of_weights, found = all_of_them(*_tensors())
-    for wide, (own_y, own_dx, own_dw, own_amaxes) in found.items():
+    (y, dx, dw, amaxes), in_16_bits, of_weights, by_name = all_of_them(*_tensors())
+    for wide, (own_y, own_dx, own_dw, own_amaxes) in by_name.items():
         np.testing.assert_array_equal(own_y, y)  # one program has all
         np.testing.assert_array_equal(own_dx, in_16_bits if wide != "wgrad" else dx)
         np.testing.assert_array_equal(own_dw, of_weights if wide != "dgrad" else dw)
         assert own_dx.dtype == jnp.bfloat16 and own_dw.dtype == jnp.float32
-        if recipe.has_state:
-            assert own_amaxes == amaxes._replace(grad=-np.inf if wide == "both" else amaxes.grad)
+        assert own_amaxes == amaxes._replace(grad=-np.inf if wide == "both" else amaxes.grad)
 
 
-@each_recipe
+@pytest.mark.thorough(2)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 def test_no_tensor_is_cast_for_a_product_in_16_bits(recipe):
     def casts(recipe):
         text = str(jax.make_jaxpr(lambda *tensors: _products(recipe, *tensors)[1:3])(*_tensors()))

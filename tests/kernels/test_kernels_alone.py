@@ -26,21 +26,27 @@ def text_for_cuda(f, *args, **options):
     return jax.jit(f, **options).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.thorough(1)
+def job(policy, params32, init=lambda tx, params: tx.init(params)):
+    """(a step of a fused optimizer, its state, params of 16 bits)."""
+    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, max_norm=1.0), policy)
+    params = jaxmp.get_policy(policy).cast_to_param(params32)
+    return functools.partial(jaxmp.apply_gradients, tx), init(tx, params32), params
+
+
 @kernels_only
-@pytest.mark.parametrize("how", ["one device", "Auto", "Explicit", "in_shardings"])
+@pytest.mark.parametrize("how", ["one device", "Auto", "Explicit", "in_shardings", "shard_map"])
 def test_what_is_lowered_for_a_gpu(how):
     """The number of devices is known when the program is lowered, also where the traced types say nothing of it."""
-    params32 = {"w": jnp.ones((8, 256))}
-    policy = jaxmp.get_policy("fp16")
-    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, max_norm=1.0), policy)
-    args, options = (policy.cast_to_param(params32), tx.init(params32), policy.cast_to_param(params32)), {}
+    update, opt_state, params = job("fp16", {"w": np.ones((8, 256), np.float32)})
+    args, options = (params, opt_state, params), {}
     if how in ("Auto", "Explicit"):
         args = jax.device_put(args, NamedSharding(mesh_of(AxisType[how]), P()))
     elif how == "in_shardings":
         options = {"in_shardings": NamedSharding(mesh_of(), P())}
-    text = text_for_cuda(functools.partial(jaxmp.apply_gradients, tx), *args, **options)
-    assert ("mosaic_gpu" in text) == (how == "one device") and "CustomSPMDPartitioning" not in text
+    elif how == "shard_map":
+        update = jax.shard_map(update, mesh=mesh_of(), in_specs=P(), out_specs=P())
+    text = text_for_cuda(update, *args, **options)
+    assert ("mosaic_gpu" in text) == (how in ("one device", "shard_map")) and "CustomSPMDPartitioning" not in text
 
 
 @kernels_only
@@ -57,25 +63,13 @@ def test_a_named_backend_that_cannot_run_on_several_devices_says_so(name, monkey
             text_for_cuda(g, given)
 
 
-@kernels_only
-def test_inside_shard_map_the_kernel_stands_bare():
-    mesh = mesh_of()
-    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, max_norm=1.0), "fp16")
-    params32 = {"w": jnp.ones((8, 256))}
-    params, opt_state = jaxmp.get_policy("fp16").cast_to_param(params32), tx.init(params32)
-    spread = jax.shard_map(functools.partial(jaxmp.apply_gradients, tx), mesh=mesh, in_specs=P(), out_specs=P())
-    text = jax.jit(spread).trace(params, opt_state, params).lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" in text and "CustomSPMDPartitioning" not in text
-
-
 @pytest.mark.thorough(0)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_under_vmap_inside_shard_map_the_reference_serves(check_vma):
-    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-3, max_norm=1.0), "bf16")
-    params32 = {"w": jnp.ones((2, 8, 4)), "b": jnp.ones((2, 4))}  # two models
-    params, opt_state = jaxmp.get_policy("bf16").cast_to_param(params32), jax.vmap(tx.init)(params32)
+    params32 = {"w": np.ones((2, 8, 4), np.float32), "b": np.ones((2, 4), np.float32)}  # two models
+    update, opt_state, params = job("bf16", params32, lambda tx, params: jax.vmap(tx.init)(params))
     grads = {"w": params["w"].at[1, 0, 0].set(jnp.nan), "b": params["b"]}  # the second one overflows
-    update = jax.vmap(functools.partial(jaxmp.apply_gradients, tx))
+    update = jax.vmap(update)
     spread = jax.shard_map(update, mesh=mesh_of(), in_specs=P(), out_specs=P(), check_vma=check_vma)
     got = jax.jit(spread)(grads, opt_state, params)
     assert_close(got, jax.jit(update)(grads, opt_state, params), rtol=1e-6)

@@ -17,9 +17,6 @@ from pallas_kernels import backend as backends
 
 F32, F16, BF16 = np.float32, np.float16, ml_dtypes.bfloat16
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
-SOURCES = pytest.mark.parametrize("source", [F32, BF16, F16], ids=["float32", "bfloat16", "float16"])
-TARGETS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-
 HAS_KERNELS = backends.why_no_kernels() is None
 WHY_NO_MOSAIC = backends.why_no_kernels(needs_gpu=True)
 KERNEL = "cast_transpose_amax"
@@ -68,20 +65,14 @@ def text_for_cuda(f, *args):
 # Values
 
 
-@pytest.mark.thorough(2)
-@EACH_BACKEND
-@pytest.mark.parametrize(
+EACH_SOURCE = pytest.mark.parametrize(
     "source, dtype", [(F32, E4M3), (BF16, E5M2), (F16, E4M3)], ids=["float32", "bfloat16", "float16"]
 )
-def test_random_numbers(backend, source, dtype):
-    x = matrix(source, (64, 128))
-    assert_exact(cast(x, 4.0, dtype, backend), by_hand(x, 4.0, dtype))
 
 
-@pytest.mark.thorough(5)
+@pytest.mark.thorough(2)
 @EACH_BACKEND
-@SOURCES
-@TARGETS
+@EACH_SOURCE
 def test_edges(backend, source, dtype):
     golden = edges(source, dtype)
     x = np.resize(golden, (64, 64))
@@ -93,11 +84,10 @@ def test_edges(backend, source, dtype):
     assert set(zeros.tolist()) == {0x00, 0x80}  # 0 and -0
 
 
-@pytest.mark.thorough(5)
+@pytest.mark.thorough(2)
 @EACH_BACKEND
-@TARGETS
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_saturates_or_stays_nan_and_is_reported(backend, dtype, bad):
+@pytest.mark.parametrize("bad, dtype", [(np.nan, E4M3), (np.inf, E4M3), (-np.inf, E5M2)])
+def test_what_is_not_finite_saturates_or_stays_nan_and_is_reported(backend, bad, dtype):
     x = matrix(F32, (64, 64))
     x[5, 7] = bad
     q, q_t, amax = cast(x, 1.0, dtype, backend)
@@ -108,16 +98,17 @@ def test_what_is_not_finite_saturates_or_stays_nan_and_is_reported(backend, dtyp
     assert_exact((np.float32(q[5, 7]), np.float32(q_t[7, 5])), (expected, expected))
 
 
-@pytest.mark.thorough(3)
+@pytest.mark.thorough(2)
 @EACH_BACKEND
-@pytest.mark.parametrize("shape", [(64, 64), (128, 64), (192, 128), (64, 192)], ids=str)
-def test_every_tile(backend, shape):
-    x = matrix(BF16, shape)
-    assert_exact(cast(x, 0.5, E5M2, backend), by_hand(x, 0.5, E5M2))
+@EACH_SOURCE
+def test_every_tile(backend, source, dtype):
+    for shape in ((192, 128), (64, 192)):
+        x = matrix(source, shape)
+        assert_exact(cast(x, 4.0, dtype, backend), by_hand(x, 4.0, dtype))
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize("shape", [(1, 1), (100, 200), (64, 65), (63, 64), (0, 64), (64, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(100, 200), (64, 65), (0, 64), (0, 0)], ids=str)
 def test_other_shapes_are_served_by_xla(shape):
     x = matrix(F32, shape)
     assert_exact(cast(x, 2.0, E4M3), by_hand(x, 2.0, E4M3))
@@ -128,23 +119,14 @@ def test_other_shapes_are_served_by_xla(shape):
 
 
 @pytest.mark.thorough(2)
-@pytest.mark.parametrize(
-    "source, dtype, shape",
-    [
-        *((source, dtype, (64, 64)) for source in (F32, BF16, F16) for dtype in (E4M3, E5M2)),
-        (F32, E4M3, (128, 64)),
-        (BF16, E5M2, (64, 128)),
-    ],
-    ids=lambda x: str(x) if isinstance(x, tuple) else np.dtype(x).name,
-)
-def test_a_gpu_gets_the_kernel(source, dtype, shape):
-    text = text_for_cuda(lambda x, s: cast(x, s, dtype), matrix(source, shape), np.float32(1))
+@EACH_SOURCE
+@pytest.mark.parametrize("shape", [(64, 64), (128, 64), (64, 128)], ids=str)
+def test_a_gpu_gets_the_kernel(shape, source, dtype):
+    x = matrix(source, shape)
+    text = text_for_cuda(lambda x, s: cast(x, s, dtype), x, np.float32(1))
     assert (KERNEL in text and "mosaic_gpu" in text) == HAS_KERNELS
-    assert "mosaic" not in text_for_cuda(lambda x: cast(x, 1.0, dtype, "xla"), matrix(source, shape))
-
-
-def test_a_cpu_does_not():
-    assert "mosaic" not in jax.jit(lambda x: cast(x, 1.0, E4M3)).lower(matrix(F32, (64, 64))).as_text()
+    assert "mosaic" not in text_for_cuda(lambda x: cast(x, 1.0, dtype, "xla"), x)
+    assert "mosaic" not in jax.jit(lambda x: cast(x, 1.0, dtype)).lower(x).as_text()  # a CPU does not
 
 
 # Regions of a program
@@ -153,14 +135,15 @@ def test_a_cpu_does_not():
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("backend", ["auto", *BACKENDS])
 def test_vmap(backend):
-    x = matrix(F32, (3, 64, 64))
-    scales = np.array([1.0, 2.0, 4.0], F32)
+    x, scales = matrix(F32, (3, 64, 64)), np.array([1.0, 2.0, 4.0], F32)
     f = lambda x, s: pallas_kernels.cast_transpose_amax(x, s, E4M3, backend=backend)  # noqa: E731
-    expected = [by_hand(one, s, E4M3) for one, s in zip(x, scales, strict=True)]
-    assert_exact(jax.jit(jax.vmap(f))(x, scales), tuple(np.stack(part) for part in zip(*expected, strict=True)))
-    expected = [by_hand(one, 2.0, E4M3) for one in x]
-    shared = jax.jit(jax.vmap(f, (0, None)))(x, F32(2.0))
-    assert_exact(shared, tuple(np.stack(part) for part in zip(*expected, strict=True)))
+    own, shared = jax.jit(lambda x, s: (jax.vmap(f)(x, s), jax.vmap(f, (0, None))(x, s[1])))(x, scales)
+    assert_exact(own, stacked(by_hand(one, s, E4M3) for one, s in zip(x, scales, strict=True)))
+    assert_exact(shared, stacked(by_hand(one, 2.0, E4M3) for one in x))
+
+
+def stacked(members):
+    return tuple(np.stack(part) for part in zip(*members, strict=True))
 
 
 def auto_mesh():
@@ -185,7 +168,7 @@ def test_in_shard_map_each_device_casts_its_own(check_vma):
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P(("a", "b"))], ids=str)
+@pytest.mark.parametrize("spec", [P("a"), P(None, "b")], ids=str)
 def test_under_jit_the_kernel_says_how_it_is_split(spec):
     """What `custom_partitioning` makes of it is compiled for eight H100s in benchmarks/h100/kernels.py."""
     x = matrix(F32, (512, 128))
@@ -197,19 +180,15 @@ def test_under_jit_the_kernel_says_how_it_is_split(spec):
 
 
 def test_on_a_mesh_with_explicit_axes_xla_serves():
-    x = matrix(F32, (512, 128))
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))
-    split = jax.device_put(x, NamedSharding(mesh, P("a")))
-    f = jax.jit(lambda x, s: cast(x, s, E4M3))
-    assert_exact(f(split, jnp.float32(2.0)), by_hand(x, 2.0, E4M3))
-    assert "mosaic" not in f.trace(split, np.float32(2)).lower(lowering_platforms=("cuda",)).as_text()
+    split = jax.device_put(matrix(F32, (512, 128)), NamedSharding(mesh, P("a")))
+    assert "mosaic" not in text_for_cuda(lambda x, s: cast(x, s, E4M3), split, np.float32(2))
 
 
 def test_in_pmap():
-    x = matrix(F32, (8, 64, 64))
-    expected = [by_hand(one, 2.0, E4M3) for one in x]
+    x = matrix(F32, (2, 64, 64))
     found = jax.pmap(lambda x: cast(x, 2.0, E4M3))(x)
-    assert_exact(jax.tree.map(np.asarray, found), tuple(np.stack(part) for part in zip(*expected, strict=True)))
+    assert_exact(jax.tree.map(np.asarray, found), stacked(by_hand(one, 2.0, E4M3) for one in x))
 
 
 # Bad input
@@ -220,13 +199,7 @@ def test_in_pmap():
     [
         (np.ones((2, 2), np.int32), 1.0, E4M3, TypeError, "float32, bfloat16 or float16; got int32. Cast it with"),
         (np.ones((2, 2, 2), F32), 1.0, E4M3, ValueError, r"\[M, N\]; got shape \(2, 2, 2\). Reshape it"),
-        (
-            np.ones((2, 2), F32),
-            1.0,
-            np.float16,
-            TypeError,
-            "casts to jnp.float8_e4m3fn or jnp.float8_e5m2; got float",
-        ),
+        (np.ones((2, 2), F32), 1.0, np.float16, TypeError, "casts to jnp.float8_e4m3fn or jnp.float8_e5m2; got float"),
         (np.ones((2, 2), F32), np.ones(2, F32), E4M3, TypeError, r"one float32 scale, shape \(\); got float32\[2\]"),
     ],
     ids=["integers", "three axes", "no fp8", "two scales"],
@@ -262,14 +235,13 @@ def product_and_gradients(x, w, scales, numbers=ROWS_BY_COLUMNS):
 
 CASES = {
     "matrices": ((64, 128), (128, 192), ROWS_BY_COLUMNS),
-    "batch and time": ((2, 32, 128), (128, 64), (((2,), (0,)), ((), ()))),
     "heads out": ((2, 32, 64), (64, 4, 16), (((2,), (0,)), ((), ()))),
     "heads in": ((2, 32, 4, 16), (4, 16, 64), (((2, 3), (0, 1)), ((), ()))),
     "weight transposed": ((64, 128), (192, 128), (((1,), (1,)), ((), ()))),
 }
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_matmul_s_tensors_are_cast_by_the_kernel(case):
     """Each of the three once, where it is differentiated; without a gradient nothing is turned."""
@@ -294,24 +266,3 @@ def test_on_a_split_mesh_a_weight_keeps_one_form():
     x = jax.device_put(matrix(BF16, (512, 64)), NamedSharding(auto_mesh(), P("a")))
     w = jax.device_put(matrix(F32, (64, 64)), NamedSharding(auto_mesh(), P("a")))
     assert text_for_cuda(lambda x, w: product_and_gradients(x, w, SCALES), x, w).count("@CustomSPMDPart") == 2
-
-
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_a_matmul_whose_tensors_are_cast_by_hand(case):
-    x_shape, w_shape, numbers = CASES[case]
-    whole = lambda shape, seed: np.random.default_rng(seed).integers(-15, 16, shape).astype(F32)  # noqa: E731
-    x, w = whole(x_shape, 0), whole(w_shape, 1)  # fp8 holds these whole numbers, and float32 their sums: exact
-    plain = lambda x, w: jax.lax.dot_general(x, w, numbers)  # noqa: E731
-    g = whole(jax.eval_shape(plain, x, w).shape, 2).astype(E5M2).astype(F32)
-    units = fp8.Scales(*np.zeros(3, F32))
-
-    @jax.jit
-    def both(x, w, g):
-        y, backward = jax.vjp(lambda x, w, scales: product(x, w, scales, numbers), x, w, units)
-        exact, exact_backward = jax.vjp(plain, x, w)
-        return (y, *backward(g)), (exact, *exact_backward(g))
-
-    (*got, amaxes), expected = both(x, w, g)
-    assert_exact(tuple(got), expected)
-    assert_exact(tuple(amaxes), tuple(np.abs(t).max() for t in (x, w, g)))

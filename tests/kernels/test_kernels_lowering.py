@@ -5,7 +5,6 @@ that a param which is only written is not read. Before jax 0.11.2 the same progr
 """
 
 import functools
-import itertools
 import re
 from typing import Any
 
@@ -102,17 +101,17 @@ def test_reading_kernels(name):
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_cast_tree(dtype):
     text = lowered(lambda tree: pallas_kernels.cast_tree(tree, dtype, scale=0.5), tree_of(SHAPES))
     assert_launches(text, 1, "cast_tree")
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     "shapes, count",
-    [([(128,)] * 128, 1), ([(128,)] * 300, 3), ([(5,), (16, 128)] * 150, 3), ([(n,) for n in range(1, 140)], 2)],
-    ids=["one bucket", "300 alike", "300 of two kinds", "139 that differ"],
+    [([(5,), (16, 128)] * 150, 3), ([(n,) for n in range(1, 140)], 2)],
+    ids=["300 of two kinds", "139 that differ"],
 )
 def test_few_launches(shapes, count):
     tree = [spec(shape, jnp.bfloat16) for shape in shapes]
@@ -122,7 +121,7 @@ def test_few_launches(shapes, count):
         assert len(LAUNCH.findall(text)) == 1
 
 
-# --- multi_tensor_update ---------------------------------------------------------------------------------------------
+# multi_tensor_update
 
 RULES = {
     "adamw": AdamW(),
@@ -133,7 +132,6 @@ RULES = {
 }
 FORMS = {"own": (None, "float32"), "float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float32")}
 FORMS |= {"int16": ("bfloat16", "int16"), "int8": ("bfloat16", "int8")}
-STATES = ("float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def weight(shape: Any, form: str, state: str, rule: str, grad: Any = jnp.bfloat16) -> Weight:
@@ -153,19 +151,13 @@ SCALARS = (spec((), jnp.float32), spec((), jnp.float32), spec((), jnp.bool_), sp
 SCALARS = (*SCALARS, SCALARS[0], SCALARS[0])
 
 
-# Each state once; the rule with two moments, of which one is unsigned, in a state of each kind.
-SAMPLE = {("lion", "bfloat16"), ("momentum", "float8_e4m3fn")}
-SAMPLE |= {("adamw", state) for state in ("float32", "int8", "float8_e5m2")}
+# Each state and rule once; the rule with two moments, of which one is unsigned, in a state of each kind.
+PAIRS = [("adamw", "float32"), ("adamw", "int8"), ("adamw", "float8_e5m2"), ("lion", "bfloat16")]
+PAIRS += [("momentum", "float8_e4m3fn"), ("nadamw", "int8"), ("nesterov", "float32")]
 
 
 @pytest.mark.thorough(0)
-@pytest.mark.parametrize(
-    ("rule", "state"),
-    [
-        pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.thorough(0))
-        for case in itertools.product(RULES, STATES)
-    ],
-)
+@pytest.mark.parametrize(("rule", "state"), PAIRS)
 def test_updates_in_every_form(rule, state):
     """All forms in one launch: whole groups, blocks, tails, scalars, nothing."""
     shapes = [(16, 256), (130,), (), (0,)] if state not in ("float32", "bfloat16") else [(2048 + 131,), (), (0,)]
@@ -174,9 +166,9 @@ def test_updates_in_every_form(rule, state):
     assert_launches(text, 1, "multi_tensor_update")
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @needs_kernels
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["float16", "int8"])
 def test_what_is_written_is_written_in_place(form):
     """Of the launch's results, all are aliased to the operand of the same shape and dtype."""
     weights = [weight((16, 256), form, "int8", "adamw"), weight((130,), form, "int8", "adamw")]
@@ -205,7 +197,7 @@ def test_nothing_is_left_to_launch():
     assert launches(text) == 0
 
 
-# --- what a kernel reads ---------------------------------------------------------------------------------------------
+# What a kernel reads
 
 
 def uses(jaxpr: Any, dtype: Any) -> set[str]:
