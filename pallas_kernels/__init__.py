@@ -9,7 +9,7 @@ One idea per file:
   and under vmap;
 - `leaves`, `launch`, `multi_tensor`: a kernel over many leaves of a tree; `tree`: the same for whole trees; `moments`:
   optimizer state in 16 or 8 bits;
-- `mosaic`: names of Mosaic GPU that Pallas does not hand on; `aligned`, `groups`, `turned` work on registers with them;
+- `mosaic`: names of Mosaic GPU that Pallas does not hand on; `aligned`, `groups`, `transposes` work on registers;
 - one file for each kernel or family of kernels: `cast_transpose`; `unscale`, `cast`, `update`; `grouped`.
 
 This package is the bottom layer: nothing here imports `jaxmp`, and an import contract checks that.

@@ -3,7 +3,7 @@
     for each tile, one CTA:     v = compute(tiles of the inputs)         float32, in registers; compute may
                                                                          also take a number for each column
                                 q tile       <- fp8(clip(v * scale))
-                                q.T tile     <- the same, transposed in registers (`turned`)
+                                q.T tile     <- the same, transposed in registers (`transposes`)
                                 partial amax <- max |v|                  one number per CTA; XLA takes their maximum
                                 partial sums <- sums of v over rows      one row per CTA, if wanted; XLA adds them
 
@@ -32,7 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from pallas_kernels import reference, turned
+from pallas_kernels import reference, transposes
 
 MULTIPLE = 64
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -117,7 +117,7 @@ def run_tiles(
             value = compute(value, *map(_load, tiles[1:]), *of_columns).astype(rounded).astype(jnp.float32)
         q = reference.saturating_cast(value * factor, dtype)
         at.q[...] = q
-        at.q_t[...] = turned.turned(q, interpreted=bool(interpret))
+        at.q_t[...] = transposes.in_registers(q, interpreted=bool(interpret))
         magnitude = jnp.abs(value)
         magnitude = jnp.where(magnitude < jnp.inf, magnitude, jnp.inf)
         out.amax[number] = jnp.max(jnp.max(magnitude, axis=1))

@@ -234,16 +234,16 @@ def multi_tensor_update(
         f, whole, scalars = _of(leaves, scalars)
 
         def move(old: Any, sums: Any) -> Any:
-            def found(old: Any) -> Any:
+            def computed(old: Any) -> Any:
                 leaves = [leaf._replace(states=st, writes=w) for leaf, (st, w) in zip(whole, old, strict=True)]
                 # XLA for TPU writes what the view of groups returns, and would read it again to choose.
                 return multi_tensor.reference(f, leaves, scalars, n_sums=n_sums, when=taken, only_groups=True)
 
             if n_sums:  # sums of masters before the step: XLA for CPU must be told to count first, or it copies them
-                both = found(old).sums, old
+                both = computed(old).sums, old
                 sums, old = by_platform(lambda x: x, both, cpu=lambda _, x: jax.lax.optimization_barrier(x))
             ends = [len(leaf.states) for leaf in whole]
-            return [(x[:end], x[end:]) for x, end in zip(found(old).leaves, ends, strict=True)], sums
+            return [(x[:end], x[end:]) for x, end in zip(computed(old).leaves, ends, strict=True)], sums
 
         def choose(taken: Any, new: Any, old: Any) -> Any:
             leaves = zip(statics, new[0], old[0], strict=True)

@@ -167,7 +167,7 @@ def test_factors_of_a_kernel_that_are_trained_keep_no_copy(name):
     np.testing.assert_allclose(grad, expected, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.thorough(2)
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_backward_pass_keeps_fp8_alone(name):
     frozen, loss = base_and_loss(name)
@@ -230,6 +230,7 @@ def test_adapters_train_in_a_step(policy):
     assert_close(losses, trained(widened(frozen), accumulate=4), rtol=2e-2)
 
 
+@pytest.mark.thorough(0)
 def test_nnx_trains_its_adapters():
     class Net(nnx.Module):
         def __init__(self, rngs):

@@ -80,6 +80,7 @@ def inner_leaves(opt_state):
     return tree_paths.leaves_by_path(states.map_steps(lambda step: step.optimizer_state, opt_state))
 
 
+@pytest.mark.thorough(2)
 @pytest.mark.parametrize("pair", [*BY_DEFAULT, *(pytest.param(x, marks=pytest.mark.thorough(0)) for x in OTHERS)])
 def test_masters_moments_and_counts_go_along_bit_for_bit(pair):
     source, target = pair.split("-")

@@ -142,6 +142,7 @@ def test_a_job_comes_back_bit_for_bit_on_any_number_of_devices(kind, tmp_path):
     assert not any(x.is_deleted() for x in jax.tree.leaves((params, opt_state)))
 
 
+@pytest.mark.thorough(0)
 def test_explicit_axes_and_one_device_that_is_not_the_first(tmp_path):
     tx, params, opt_state = job("fp16")
     mesh = mesh_of(4, AxisType.Explicit)
@@ -443,6 +444,7 @@ def test_leaves_that_may_start_fresh(fp16_folder):
     assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(result[1:3]))
 
 
+@pytest.mark.thorough(1)
 @pytest.mark.parametrize(
     ("kind", "width", "pattern"), [("split16", 256, "kernel"), ("int8", 100, "dense/kernel"), ("int8", None, "kernel")]
 )

@@ -66,6 +66,7 @@ def test_both_ways_give_the_same_bytes_and_amaxes(in_way, interpreted):
     assert_close(products, other_products, rtol=1e-2, atol=1e-2)  # sums in another order, rounded to the dtype
 
 
+@pytest.mark.thorough(0)
 @needs_kernels
 def test_the_table_chooses_in_programs_for_a_gpu(in_way):
     for way in cast_ways.WAYS:

@@ -175,6 +175,7 @@ def test_a_filter_gets_the_layer():
         assert converted(shapes_of_init(Model(), X)) == ["blocks_0/down", "embed", "head"]
 
 
+@pytest.mark.thorough(0)
 def test_every_method_runs_the_layers_that_hold_scales():
     """`encode` is a part of the model: its last layer is not the last layer of the model."""
     model = Model(rate=0.5)

@@ -44,6 +44,7 @@ ROWS = DEVICES * SIDE
 # Several devices: one MAX, in value_and_grad (tests/suites/test_fp8_regimes.py compares whole runs)
 
 
+@pytest.mark.thorough(0)
 def test_stages_have_leaves_of_their_own_and_one_decision():
     """Leaves that are split over the devices report what their device saw; an inf of one skips the step on all."""
     tx = make_tx("bf16")
@@ -76,6 +77,7 @@ def test_stages_have_leaves_of_their_own_and_one_decision():
             assert np.all(np.asarray(new[LHS]) != 0)
 
 
+@pytest.mark.thorough(0)
 def test_an_axis_left_out_of_the_gradients_is_not_left_out_of_the_amaxes():
     """`axis_name=()` lets autodiff alone (tensor parallelism); the leaves are one for all devices nevertheless."""
     tx = make_tx("bf16")

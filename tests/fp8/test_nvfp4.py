@@ -68,6 +68,7 @@ def test_a_sixth_is_rounded_as_division_rounds():
         assert_exact(found, x[x > 1e-35] / np.float32(divisor))
 
 
+@pytest.mark.thorough(0)
 def test_a_block_with_nan_or_inf_is_nan_and_no_other():
     x = normal(1, 4, 48)
     x[1, 20], x[2, 40] = np.nan, -np.inf

@@ -71,6 +71,7 @@ def assert_equal(actual, expected):
     assert_exact([np.asarray(x) + 0 for x in actual], [x + 0 for x in expected])  # -0 + 0 is 0
 
 
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize(
     "case", [case if case == "two experts" else pytest.param(case, marks=pytest.mark.thorough(0)) for case in CASES]
 )

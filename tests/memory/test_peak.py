@@ -90,6 +90,7 @@ def test_a_step_of_pmap():
     assert memory.compiled(jax.pmap(step, "data"), *args) >= (2 * 64 * 32 + 16 * 64) * 4
 
 
+@pytest.mark.thorough(0)
 def test_steps_of_nnx():
     net = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     optimizer = jaxmp.nnx.Optimizer(net, optax.sgd(1e-3), wrt=nnx.Param, policy="bf16")

@@ -455,7 +455,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.filterwarnings("ignore:scaled gradients must not be clipped")
 def test_a_fault_is_named_within_50_steps(name):

@@ -233,6 +233,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough(10)
 @pytest.mark.parametrize("name", CASES)
 def test_the_operation_is_named(name):
     fn, args, where, known = CASES[name]

@@ -83,6 +83,7 @@ def compiled(policy="fp16", statistics="on"):
 # It changes nothing
 
 
+@pytest.mark.thorough(0)
 def test_a_sampled_step_has_the_same_bits():
     """One program, in which some steps are sampled or none."""
     state, watched = start(), start()
@@ -93,6 +94,7 @@ def test_a_sampled_step_has_the_same_bits():
         assert_same_program((watched, loss_watched), (state, loss))
 
 
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("policy", ["fp16", pytest.param("fp32", marks=pytest.mark.thorough(0))])
 def test_a_watched_step_is_the_step_without_statistics(policy):
     """Two programs, which XLA may fuse in different ways: sums may differ in their last bits, and so one rounding."""

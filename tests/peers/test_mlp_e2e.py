@@ -126,7 +126,7 @@ def test_megatron(case):
     assert_ends_there(case, params, masters, ("g",) * case["ln_gain_fp32"])
 
 
-@pytest.mark.thorough(1)
+@pytest.mark.thorough(0)
 @pytest.mark.parametrize("case", ORACLE["torch_amp"], ids=name_of)
 def test_torch_amp(case):
     """float32 params, 16-bit matmuls: autocast and GradScaler. There is no master, and the scale still decides."""

@@ -80,6 +80,7 @@ def test_a_fault_costs_one_item_and_leaves_its_text(drive, tmp_path, capsys):
     assert "ended by SIGSEGV" in suites.find(".//testcase[@name='in it']/failure").text
 
 
+@pytest.mark.thorough(0)
 def test_a_section_that_hangs_is_ended_where_it_hangs(drive):
     """By the limit of an item, with the line it stood at; the next item runs."""
     status, records = drive("hangs", item=1.0)

@@ -44,7 +44,7 @@ CHECKS = {
     checks: ("check_rule", "check_init", "check_step"),
     compute_dtypes: ("warn_of_wide",),
     microbatches: ("check_batch",),
-    scale_reads: ("note_read", "note_scaled", "note_made", "check_scaled", "check_not_scaled", "check_not_changed"),
+    scale_reads: ("note_read", "note_scaled", "note_update", "check_scaled", "check_not_scaled", "check_not_changed"),
     state: ("check_is_state",),
     value_and_grad: ("check_call", "check_params"),
 }

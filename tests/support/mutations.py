@@ -108,7 +108,7 @@ def first_failure(fault: Fault, processes: int) -> str | None:
     """The first test that fails with this fault; None if all pass."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "jaxmp"
-        ignored = shutil.ignore_patterns(".*", "build", "__pycache__", "results", "*.ipynb")
+        ignored = shutil.ignore_patterns(".*", "build", "__pycache__")
         shutil.copytree(ROOT, copy, ignore=ignored)
         file = copy / path_of(fault)
         file.write_text(changed(fault, file.read_text()))

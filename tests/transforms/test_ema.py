@@ -94,6 +94,23 @@ def test_updates_pass_and_the_state_keeps_its_types():
     assert state.ema_params["w"].dtype == jnp.float32
 
 
+def test_a_transform_behind_it_is_an_error_where_the_average_is_read():
+    """Its updates are not in the average. Also where `ema_params` is behind `mixed_precision`."""
+    params, ema, sgd = {"w": jnp.ones(2)}, jaxmp.ema_params(0.5), optax.sgd(0.1)
+    inside = lambda *chain: jaxmp.mixed_precision(optax.chain(*chain), "bf16")  # noqa: E731
+    wrong = [
+        inside(ema, sgd),
+        inside(optax.chain(sgd, ema), optax.scale(0.5)),
+        inside(optax.multi_transform({"a": optax.chain(ema, sgd)}, {"w": "a"})),
+        optax.chain(jaxmp.mixed_precision(sgd, "bf16"), ema),
+    ]
+    for tx in wrong:
+        with pytest.raises(ValueError, match="must be last in its chain, and inside mixed_precision"):
+            jaxmp.get_ema_params(tx.init(params), params)
+    for tx in (inside(sgd, ema), inside(optax.chain(sgd, ema)), inside(optax.MultiSteps(optax.chain(sgd, ema), 2))):
+        assert_moved(jaxmp.get_ema_params(tx.init(params), params), params)
+
+
 def test_errors():
     for decay in (1.0, -0.1):
         with pytest.raises(ValueError, match=f"decay must be >= 0 and < 1; got {decay}"):

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxmp._src.base import tree_paths
 from jaxmp._src.base.warn import warn
-from jaxmp._src.bridges import named_once
+from jaxmp._src.bridges import policy_argument
 from jaxmp._src.numerics import casting
 from jaxmp._src.step import (
     argument_kinds,
@@ -153,7 +153,7 @@ class TrainState(_Replaced, train_state.TrainState):
             tx=("optimizer", tx),
             policy=("policy", policy),
         )
-        tx, policy = named_once.wrapped(tx, policy, keep_fp32, loss_scale)
+        tx, policy = policy_argument.wrapped(tx, policy, keep_fp32, loss_scale)
         opt_state = tx.init(params)
         if policy is not None:
             params = policy.cast_to_param(params)
@@ -181,7 +181,7 @@ class TrainState(_Replaced, train_state.TrainState):
             if field := difflib.get_close_matches(name, known, 1, 0.8):
                 raise TypeError(f"apply_gradients takes fields of the state; got {name}, for {field[0]}.")
         if self.policy is not None:
-            named_once.check_taken(self.policy, self.opt_state, grads, self.params)
+            policy_argument.check_taken(self.policy, self.opt_state, grads, self.params)
         params, opt_state = transform.apply_gradients(self.tx, grads, self.opt_state, self.params, **extra)
         fields["step"] = fields.get("step", self.step + 1)
         old = {name: getattr(self, name) for name in fields}

@@ -19,7 +19,7 @@ from jaxtyping import Array, PyTree
 
 from jaxmp._src.autocast import flax_layers
 from jaxmp._src.base import signatures, tree_paths
-from jaxmp._src.bridges import named_once
+from jaxmp._src.bridges import policy_argument
 from jaxmp._src.devices import collectives
 from jaxmp._src.fp8.nnx_layers import Fp8Scale, to_fp8
 from jaxmp._src.step import (
@@ -160,7 +160,7 @@ class Optimizer(nnx.Optimizer):
         keep_fp32: Any = None,
         loss_scale: Any = "auto",
     ):
-        tx, chosen = named_once.wrapped(tx, policy, keep_fp32, loss_scale)
+        tx, chosen = policy_argument.wrapped(tx, policy, keep_fp32, loss_scale)
         if chosen is not None and scales.is_delayed(chosen.recipe):
             if not jax.tree.leaves(nnx.state(model, Fp8Scale)):
                 to_fp8(model, chosen.recipe)
@@ -189,7 +189,7 @@ class Optimizer(nnx.Optimizer):
         pure = nnx.as_pure
         grads, opt_state, params = pure(grads), pure(self.opt_state), pure(nnx.state(model, self.wrt))
         if self.policy is not None:
-            named_once.check_taken(self.policy, opt_state, grads, params)
+            policy_argument.check_taken(self.policy, opt_state, grads, params)
         params, opt_state = transform.apply_gradients(self.tx, grads, opt_state, params, **pure(kwargs))
         nnx.update(model, params)
         nnx.update(self.opt_state, nnx.state(opt_state))

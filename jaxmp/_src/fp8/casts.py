@@ -96,7 +96,7 @@ def by_leaf(gemm: Gemm, tensor: Tensor, products: Sequence[str]) -> Cast:
         # A leaf that all devices share gets the MAX here if a shard_map is differentiated from outside.
         amax = collectives.max_over(amax, tuple(compat.varying_axes(amax) - compat.varying_axes(leaf)))
     whole = Quantized(values, inv_scale, transposed)
-    saved = whole if role == "grad" else _kept(gemm, role, whole)
+    saved = whole if role == "grad" else _saved(gemm, role, whole)
     of = {name: whole if name == "fprop" else saved for name in products}
     return Cast(of, lax.convert_element_type(amax, leaf.dtype), sums)
 
@@ -139,7 +139,7 @@ def _scales_of(amax: Array, dtype: Any, *, holds_log2: bool) -> tuple[Array, Arr
     return scale_leaves.scale_of(leaf, holds_log2=holds_log2)
 
 
-def _kept(gemm: Gemm, role: str, q: Quantized) -> Quantized:
+def _saved(gemm: Gemm, role: str, q: Quantized) -> Quantized:
     """lhs or rhs only in the form that the backward pass reads."""
     if role == "rhs" and gemm.rhs_starts:
         return q._replace(transposed=None)

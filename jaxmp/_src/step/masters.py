@@ -203,7 +203,7 @@ def is_stale(pair: Pair) -> Bool[Array, "..."]:
 # Which params have a master
 
 
-def made_for(inner: Any, policy: Policy, params: PyTree, remainder: Any) -> tuple[PyTree, PyTree]:
+def masters_for(inner: Any, policy: Policy, params: PyTree, remainder: Any) -> tuple[PyTree, PyTree]:
     """(masters, the float32 params that the optimizer starts from) of the params that `init` got.
 
     Args:

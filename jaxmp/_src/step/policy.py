@@ -278,7 +278,7 @@ def get_policy(
       >>> get_policy("bf16-mixed") == get_policy("params=float32,compute=bfloat16,output=float32")
       True
     """
-    result = _made_from(policy, () if keep_fp32 is None else tree_paths.patterns_of(keep_fp32))
+    result = _policy_from(policy, () if keep_fp32 is None else tree_paths.patterns_of(keep_fp32))
     if keep_fp32 is not None:
         result = dataclasses.replace(result, says_keep_fp32=True)
     if not (isinstance(reduce_dtype, str) and reduce_dtype == "auto"):
@@ -288,7 +288,7 @@ def get_policy(
     return result
 
 
-def _made_from(policy: str | jmp.Policy, keep_fp32: tuple[str, ...]) -> Policy:
+def _policy_from(policy: str | jmp.Policy, keep_fp32: tuple[str, ...]) -> Policy:
     if isinstance(policy, Policy):
         return dataclasses.replace(policy, keep_fp32=policy.keep_fp32 + keep_fp32)
     if isinstance(policy, str) and policy in _PRESETS:

@@ -74,13 +74,15 @@ def reload_master_params(opt_state: Any, params: PyTree, *, before: PyTree | Non
         old_master, new_master = host_memory.to_device((jnp.asarray(master), new_master))
         return placed(jnp.where(placed(is_old, old_master), old_master, new_master), master)
 
-    def remade(state: states.StepState) -> states.StepState:
+    def reloaded(state: states.StepState) -> states.StepState:
         if state.master_params is None:
             return state
         of_param = lambda path, x: new_master(leaf_paths.param_of(path), x)  # noqa: E731
         return state._replace(master_params=jax.tree_util.tree_map_with_path(of_param, state.master_params))
 
-    return state_arrays.own_buffers(states.map_steps(remade, opt_state), (opt_state, params) if old is None else params)
+    return state_arrays.own_buffers(
+        states.map_steps(reloaded, opt_state), (opt_state, params) if old is None else params
+    )
 
 
 def check_fits(new: dict[str, Any], expected: dict[str, Any], caller: str) -> None:

@@ -144,7 +144,7 @@ def note_scaled(grads: PyTree, scale: Array, compute_dtype: Any) -> None:
                 MEMORY.scaled.set(compat.of_all_rows(g), noted)
 
 
-def note_made(scale: Array, *, before: Array) -> None:
+def note_update(scale: Array, *, before: Array) -> None:
     """Notes that an update made `scale` from the scale `before`."""
     if isinstance(scale, Tracer) and scale is not before:
         MEMORY.from_updates.set(scale, True)

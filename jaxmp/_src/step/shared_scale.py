@@ -98,7 +98,7 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
         scaler = states.scaler_of(template, scale_state.scaling).adjust(scale_state.all_grads_finite)
         scaling = states.scaling_state(scaler)
         if is_dynamic:
-            scale_reads.note_made(scaling.loss_scale, before=scale_state.scaling.loss_scale)
+            scale_reads.note_update(scaling.loss_scale, before=scale_state.scaling.loss_scale)
         return states.SharedLossScaleState(scaling, jnp.ones_like(scale_state.all_grads_finite))
 
     return SharedLossScale(init, apply_gradients, update)

@@ -263,7 +263,7 @@ def _transformation(rule: heart.Rule, policy: Policy | None) -> Transformation:
         scale = checks.check_step(rule, grads, state, params, extra_args, adds=adds)
         new, after = heart.step(rule, grads, state, params, adds=adds, **extra_args)
         if scale is not None:
-            scale_reads.note_made(after.scaling.loss_scale, before=scale)
+            scale_reads.note_update(after.scaling.loss_scale, before=scale)
         return new, after
 
     def update_fn(
@@ -286,7 +286,7 @@ def init(rule: heart.Rule, policy: Policy | None, params: PyTree) -> StepState:
         fp8_scales = rule.moves_scales.init(of_scales)
     held, weights = None, own
     if rule.policy is not None:
-        held, weights = masters.made_for(rule.optimizer.inner, rule.policy, own, rule.remainder)
+        held, weights = masters.masters_for(rule.optimizer.inner, rule.policy, own, rule.remainder)
     optimizer_state = rule.optimizer.init(weights)
     if rule.scaler is not None and states.has_loss_scale(optimizer_state):
         raise ValueError(

@@ -20,7 +20,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import nnx
 from jaxtyping import Array, Int, PyTree
 
 from jaxmp._src.base import tree_paths
@@ -109,7 +111,7 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
       The tree of `params`, float leaves in float32; `policy.cast_to_param` casts it for the model.
 
     Raises:
-      ValueError: `opt_state` has no average, or several.
+      ValueError: `opt_state` has no average, or several; or a transform comes behind `ema_params`.
 
     Example:
       >>> import jaxmp
@@ -124,6 +126,12 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
         raise ValueError(
             f"opt_state must have one ema_params; got {len(ema_states)}. Write optax.chain(optax.adamw(1e-3), "
             f"jaxmp.ema_params(0.999))."
+        )
+    if not _is_last(nnx.as_pure(opt_state)):
+        raise ValueError(
+            "ema_params must be last in its chain, and inside mixed_precision; got a transform behind it, whose updates "
+            "the average does not have. Write jaxmp.mixed_precision(optax.chain(optax.adamw(1e-3), "
+            "jaxmp.ema_params(0.999)), policy)."
         )
     weight = ema_states[0].ema_weight
 
@@ -143,3 +151,18 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
     units, treedef = jax.tree.flatten(states.get_master_params(opt_state, params), is_leaf=tree_paths.is_box)
     averages = masters.by_unit(treedef, ema_states[0].ema_params, params)
     return treedef.unflatten([read(p, e) for p, e in zip(units, averages, strict=True)])
+
+
+def _is_last(state: Any) -> bool:
+    """Whether nothing comes behind `ema_params` in the chains, whose states are plain tuples, around it."""
+    holds = lambda x: bool(tree_paths.nodes_of(x, EmaParamsState))  # noqa: E731
+    if isinstance(state, EmaParamsState) or not isinstance(state, tuple | list | dict):
+        return True
+    children = list(state.values() if isinstance(state, dict) else state)
+    place = next((i for i, x in enumerate(children) if holds(x)), None)
+    if place is None:
+        return True
+    is_state = lambda x: not isinstance(x, jax.Array | np.ndarray | int | float | None)  # noqa: E731
+    is_before = type(state) is tuple and any(map(is_state, children[place + 1 :]))
+    is_around = type(state) is tuple and any(tree_paths.nodes_of(x, states.StepState) for x in children[:place])
+    return not is_before and not is_around and _is_last(children[place])

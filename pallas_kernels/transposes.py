@@ -69,7 +69,7 @@ def layout() -> Any:
     return plgpu.Layout.TILED(tiles, warp_dims=(-7,), lane_dims=(-3, -2, -4), vector_dim=-1)
 
 
-def turned(x: Array, *, interpreted: bool) -> Array:
+def in_registers(x: Array, *, interpreted: bool) -> Array:
     """The transpose of an fp8 tile in the layout WGMMA_8BIT, in the layout `layout`."""
     if interpreted:
         return x.T

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pallas_kernels import backend as backends, turned
+from pallas_kernels import backend as backends, transposes
 
 pytestmark = pytest.mark.skipif(backends.why_no_kernels() is not None, reason=str(backends.why_no_kernels()))
 LANES = np.arange(32)
@@ -18,7 +18,9 @@ def permute(a: Any, b: Any, selector: Any) -> Any:
     return np.take_along_axis(both, numbers, axis=1).copy().view(np.uint32)[:, 0]
 
 
-WARP = turned.Lanes(permute, lambda x, distance: x[LANES ^ distance], lambda bit, x: np.where(LANES & bit, x[1], x[0]))
+WARP = transposes.Lanes(
+    permute, lambda x, distance: x[LANES ^ distance], lambda bit, x: np.where(LANES & bit, x[1], x[0])
+)
 
 
 def places(layout: Any, shape: tuple[int, int]) -> np.ndarray:
@@ -40,9 +42,9 @@ def test_four_neighbours_of_a_column(shape):
 
     x = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
     before = x.reshape(-1)[places(mgpu.WGMMA_LAYOUT_8BIT, shape)]
-    after = x.T.reshape(-1)[places(turned.layout().to_mgpu(), shape[::-1])]
+    after = x.T.reshape(-1)[places(transposes.layout().to_mgpu(), shape[::-1])]
     for warp in range(4):
         words = list(np.ascontiguousarray(before[warp].swapaxes(0, 1)).view(np.uint32)[..., 0])
-        pairs = turned.exchanged(list(zip(words[::2], words[1::2], strict=True)), WARP)
-        registers = turned.in_order([word for pair in pairs for word in pair], shape)
+        pairs = transposes.exchanged(list(zip(words[::2], words[1::2], strict=True)), WARP)
+        registers = transposes.in_order([word for pair in pairs for word in pair], shape)
         np.testing.assert_array_equal(np.stack(registers).view(np.uint8).reshape(-1, 32, 4).swapaxes(0, 1), after[warp])
