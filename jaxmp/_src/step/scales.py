@@ -267,8 +267,9 @@ def check_scales(recipe: Recipe, params: PyTree, state: Any = None) -> None:
     if not leaves:
         raise ValueError(
             'params must hold fp8 scales; got none. In linen, call jaxmp.autocast(model.init, "fp8"); in nnx, '
-            "jaxmp.nnx.to_fp8(model) and pass wrt=nnx.Any(filter, jaxmp.nnx.Fp8Scale). Else use the "
-            'policy "bf16", and jaxmp.autocast(loss_fn, "fp8", recipe=jaxmp.fp8.CurrentScaling()).'
+            "jaxmp.nnx.to_fp8(model) and pass wrt=nnx.Any(filter, jaxmp.nnx.Fp8Scale). The first and the last layer "
+            'have none: filter= chooses others. Else use the policy "bf16", and '
+            'jaxmp.autocast(loss_fn, "fp8", recipe=jaxmp.fp8.CurrentScaling()).'
         )
     recipes = scale_leaves.recipes_of(recipe)
     for path, _ in leaves:

@@ -129,8 +129,8 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
         )
     if not _is_last(nnx.as_pure(opt_state)):
         raise ValueError(
-            "ema_params must be last in its chain, and inside mixed_precision; got a transform behind it, whose updates "
-            "the average does not have. Write jaxmp.mixed_precision(optax.chain(optax.adamw(1e-3), "
+            "ema_params must be last in its chain, and inside mixed_precision; got a transform behind it, whose "
+            "updates the average does not have. Write jaxmp.mixed_precision(optax.chain(optax.adamw(1e-3), "
             "jaxmp.ema_params(0.999)), policy)."
         )
     weight = ema_states[0].ema_weight
