@@ -27,7 +27,7 @@
 #   CONSTRAINTS   a pip constraints file                          (none: the newest of everything)
 #   ARGS          arguments for the script or for pytest          (none)
 #   JOBS          processes that pytest and pyright run in        (2)
-#   ALL=1         every case of every test, those marked `thorough` too: two hours on two cores
+#   ALL=1         every case of every test, those marked `thorough` too: half an hour on two cores
 #   LINT=0        leave lint and types out of `make test`
 #   NOTEBOOKS=0   leave notebooks out of `make test`
 #   DOCS=0        leave the documentation out of `make test`

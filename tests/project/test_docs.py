@@ -1,4 +1,4 @@
-"""The documentation: the code of each page runs from top to bottom, links resolve, and every public name is listed."""
+"""The documentation: links resolve, lists are lists, no code is clipped, and every public name is listed."""
 
 import importlib
 import inspect
@@ -11,65 +11,14 @@ import links
 import markup
 import names
 import reference
-from helpers import ROOT, python_blocks
+from helpers import ROOT
+from pages import DOCS, name_of
 
-DOCS = sorted((ROOT / "docs").rglob("*.md"))
 LINKING = [
     ROOT / "README.md",
     *DOCS,
     *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
 ]
-# Pages without code: the tests and results that they name prove what they say.
-WITHOUT_CODE = {"comparison.md"}
-
-
-def name_of(page):
-    return str(page.relative_to(ROOT)).removeprefix("docs/")
-
-
-# Sizes of data that a reader may change. What a page asserts holds with others, too.
-_NAMES = "batch|rows|columns|features|hidden|classes|tokens"
-SIZE = re.compile(rf"^((?:(?:{_NAMES})(?:, )?)+) = ((?:\d+(?:, )?)+)", flags=re.MULTILINE)
-
-
-def with_sizes(code, factor):
-    """`code` with each size of its first lines, as in `rows, features = 32, 8`, times `factor`."""
-    larger = lambda line: re.sub(r"\d+", lambda size: str(factor * int(size[0])), line[2])  # noqa: E731
-    return SIZE.sub(lambda line: f"{line[1]} = {larger(line)}", code)
-
-
-def run_page(page, factor=1):
-    namespace = {}
-    for block in python_blocks(page):
-        exec(compile(with_sizes(block, factor), str(page), "exec"), namespace)
-
-
-OF_EVERY_RUN = ("index.md", "tutorial.md")
-
-
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(p, marks=[] if name_of(p) in OF_EVERY_RUN else pytest.mark.thorough(0)) for p in DOCS],
-    ids=name_of,
-)
-def test_code_of_page_runs(page):
-    """Of pages in docs/; test_readme.py runs the README."""
-    assert bool(python_blocks(page)) == (name_of(page) not in WITHOUT_CODE)
-    run_page(page)
-
-
-SIZED = [page for page in DOCS if any(map(SIZE.search, python_blocks(page)))]
-
-
-@pytest.mark.thorough(0)
-@pytest.mark.parametrize("page", SIZED, ids=name_of)
-def test_code_of_page_runs_with_data_of_another_size(page):
-    run_page(page, factor=3)
-
-
-def test_most_pages_name_the_sizes_of_their_data():
-    assert len(SIZED) >= 20
-    assert with_sizes("rows, features = 32, 8  # any\nx = 4", 3) == "rows, features = 96, 24  # any\nx = 4"
 
 
 def test_no_line_of_code_is_clipped():
