@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_close, assert_exact, assert_moved
+from jaxmp._src.devices import collectives
 from jaxmp._src.distributed.reduce import predivide_or_rule
 from regimes import AXIS, mesh_of
 
@@ -55,6 +56,11 @@ def test_every_device_hears_of_one_bad_value(how):
         assert finite.dtype == bool
         assert values_by_device(finite) == [False] * DEVICES
     assert values_by_device(flag_of(how)(rows(1.0, 0))) == [True] * DEVICES
+
+
+def test_a_count_is_the_largest_of_any_device():
+    largest = spread(lambda x: collectives.largest_on_any_device([x[0]], (AXIS,))[0][None])
+    assert values_by_device(largest(np.arange(DEVICES, dtype=np.int32))) == [DEVICES - 1.0] * DEVICES
 
 
 @pytest.mark.thorough(1)
