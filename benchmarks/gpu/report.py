@@ -397,8 +397,7 @@ def short(folder: Path, page_folder: Path) -> str:
 
 def front_table(folder: Path) -> str:
     """What fp8 gains on one device, in a few rows for README.md; "" without results."""
-    run = run_of(folder / FILE)
-    device = run.get("device", "")
+    device = run_of(folder / FILE).get("device", "")
     gains = [a for a in answers(stored(folder), device) if a.speedup and a.what.endswith("fp8 delayed")]
     if not gains:
         return ""

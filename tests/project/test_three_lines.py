@@ -17,20 +17,18 @@ from matmul_dtypes import matmuls_in
 LOOPS = ROOT / "tests" / "support" / "naive_loops"
 
 # Each line of the loops of tests/support/naive_loops that changes; `import jaxmp` counts too.
-PORTS = """
-linen_cnn
+LINEN = """\
 - from flax.training.train_state import TrainState
 + import jaxmp
 - state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
 + state = jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3), policy=POLICY)
--     loss, grads = jax.value_and_grad(loss_fn)(state.params, x, y)
+"""
+PORTS = f"""
+linen_cnn
+{LINEN}-     loss, grads = jax.value_and_grad(loss_fn)(state.params, x, y)
 +     loss, grads = jaxmp.value_and_grad(loss_fn)(state.params, x, y, opt_state=state)
 linen_gpt
-- from flax.training.train_state import TrainState
-+ import jaxmp
-- state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
-+ state = jaxmp.linen.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3), policy=POLICY)
--     loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens, key)
+{LINEN}-     loss, grads = jax.value_and_grad(loss_fn)(state.params, tokens, key)
 +     loss, grads = jaxmp.value_and_grad(loss_fn)(state.params, tokens, key, opt_state=state)
 nnx_transformer
 - import optax

@@ -68,9 +68,8 @@ def name_of(key: Any) -> str:
 
 def patterns_of(patterns: str | Iterable[str]) -> tuple[str, ...]:
     """The patterns of an argument; a single string is one pattern."""
-    checked = (
-        (patterns,) if isinstance(patterns, str) else tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
-    )
+    is_one = isinstance(patterns, str) or not isinstance(patterns, Iterable)
+    checked: Any = (patterns,) if is_one else tuple(patterns)
     for pattern in checked:
         if not isinstance(pattern, str):
             raise TypeError(

@@ -56,14 +56,14 @@ def _compiled(fn: Callable[..., list[Any]], operands: list[Any]) -> list[Any]:
         return lowered.compile()(*operands)
     places = tuple((x.sharding, x.committed) if isinstance(x, jax.Array) else None for x in operands)
     key = hashlib.sha256(text.encode()).digest(), places, jax.config.jax_default_device
-    program = _programs_of(key)
-    if "program" not in program:
-        program["program"] = lowered.compile()
-    return program["program"](*operands)
+    entry = _entry(key)
+    if "program" not in entry:
+        entry["program"] = lowered.compile()
+    return entry["program"](*operands)
 
 
 @functools.lru_cache(maxsize=_MOST)
-def _programs_of(key: Hashable) -> dict[str, Any]:
-    """What is stored of one program."""
+def _entry(key: Hashable) -> dict[str, Any]:
+    """The place of a program: empty until it was compiled."""
     del key
     return {}
