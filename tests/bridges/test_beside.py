@@ -1,7 +1,6 @@
 """What a loop keeps beside the optimizer: averages, targets, second states; and what is said where it reads 16 bits."""
 
 from typing import Any
-from unittest import mock
 
 import equinox as eqx
 import flax
@@ -16,7 +15,7 @@ from flax.training.dynamic_scale import DynamicScale
 
 import jaxmp
 from helpers import assert_exact, said
-from jaxmp._src.step import scale_reads
+from policy_steps import nothing_read
 
 F32 = np.float32
 PARAMS32 = {
@@ -242,9 +241,9 @@ def test_one_loss_for_two_states_is_no_mistake(policy):
     def plain(b):
         return b.apply_gradients(grads=jax.grad(lambda q: loss_fn(q["second"], X))(b.params))
 
-    with mock.patch.object(scale_reads, "MEMORY", scale_reads.Reads()):
+    with nothing_read():
         assert said(jax.eval_shape, joint, a, b) == []
-    with mock.patch.object(scale_reads, "MEMORY", scale_reads.Reads()):
+    with nothing_read():
         assert "no loss took it from there" in "".join(said(jax.eval_shape, plain, b))
 
 

@@ -1,8 +1,5 @@
 """The precision is named once: a state that is created with a policy wraps its optimizer, and carries the policy."""
 
-import warnings
-from unittest import mock
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +9,7 @@ from flax import nnx
 
 import jaxmp
 from helpers import assert_exact
-from jaxmp._src.step import scale_reads
+from policy_steps import nothing_read
 
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(4, 16)
 
@@ -35,11 +32,6 @@ def right(state, x):
 def wrong(state, x):
     """With jax's own gradients."""
     return state.apply_gradients(grads=jax.grad(linear_loss)(state.params, x))
-
-
-def nothing_read():
-    """A memory of scales that were read, of this test alone."""
-    return mock.patch.object(scale_reads, "MEMORY", scale_reads.Reads())
 
 
 def test_the_precision_is_named_once():
@@ -83,8 +75,7 @@ def test_what_a_made_optimizer_has_is_not_named_again(options, error, message):
 def test_a_policy_that_no_loss_took_is_named(policy):
     """With jax's own `value_and_grad` the loss runs in float32, and nothing else would say so."""
     state = state_of(policy)
-    with nothing_read(), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with nothing_read():
         jax.eval_shape(right, state, X)
         with pytest.raises(jaxmp.UnreadLossScale, match="carries the policy .* and no loss took it from there"):
             jax.eval_shape(wrong, state, X)
@@ -98,17 +89,6 @@ def test_a_policy_that_no_loss_took_is_named(policy):
 def test_it_is_told_without_jit_too(policy):
     with nothing_read(), pytest.warns(jaxmp.UnreadLossScale):
         wrong(state_of(policy), X)
-
-
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize(("first", "jitted"), [("fp32", True), ("bf16", True), ("fp16", False)])
-def test_a_right_step_before_it_silences_nothing(first, jitted):
-    """A baseline, then the same model in float16 with jax's own gradients."""
-    with nothing_read(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        (jax.jit(right) if jitted else right)(state_of(first), X)
-        with pytest.raises(jaxmp.UnreadLossScale):
-            jax.eval_shape(wrong, state_of("fp16"), X)
 
 
 @pytest.mark.parametrize("jitted", [True, False])

@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmp
 from helpers import assert_close, assert_exact, assert_moved
 from jaxmp._src.devices import collectives
-from jaxmp._src.distributed.reduce import predivide_or_rule
 from regimes import AXIS, mesh_of
 
 DEVICES = 4
@@ -210,19 +209,6 @@ def test_predivide_saves_small_values_too():
     assert_exact(reduced(small, dtype=None, predivide=4), np.zeros((DEVICES, 1), np.float16))
     assert_exact(reduced(small, dtype=None), small)
     assert_exact(reduced(small), small.astype(np.float32))
-
-
-def test_the_divisor_before_a_16_bit_sum_is_that_of_fsdp():
-    factors = []
-
-    def f(x):
-        factors.append(predivide_or_rule(None, jnp.float16, (AXIS,)))
-        return x
-
-    for devices in (1, 2, 4, 8):
-        mesh = mesh_of(devices=devices)
-        jax.eval_shape(jax.shard_map(f, mesh=mesh, in_specs=BY_ROWS, out_specs=BY_ROWS), jnp.ones(devices))
-    assert factors == [1.0, 2.0, 2.0, 4.0]
 
 
 def test_reduce_gradients_does_nothing_but_cast_where_no_axis_is_bound():

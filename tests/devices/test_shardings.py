@@ -56,14 +56,6 @@ def test_state_of_a_params_shape_lies_as_it_does(name):
     assert ((64, 4) in seen) == (name == "int8")
 
 
-def test_state_is_made_where_it_lies():
-    tx = jaxmp.mixed_precision(optax.adam(1e-3), "bf16")
-    params = jax.tree.map(lambda x, s: jax.device_put(jnp.ones(x.shape), s), PARAMS, SHARDINGS)
-    state = jax.jit(tx.init, out_shardings=jaxmp.sharding_of(tx, params, SHARDINGS))(params)
-    kernel = optax.tree.get(state, "mu")["dense"]["kernel"]
-    assert {s.data.shape for s in kernel.addressable_shards} == {(16, 1024)}
-
-
 def test_specs_give_specs():
     tx = jaxmp.mixed_precision(optax.adam(1e-3), "bf16")
     shardings = jaxmp.sharding_of(tx, PARAMS, SPECS)

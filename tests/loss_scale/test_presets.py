@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import jaxmp
-from helpers import assert_close, assert_exact, assert_moved
-from jaxmp._src.loss_scale import static
+from helpers import assert_close, assert_exact
 from jaxmp._src.numerics import float_bits
 from oracle_data import load, name_of
 
@@ -177,14 +176,6 @@ def test_a_constant_scale_does_not_move():
     assert_exact(scaler.adjust(jnp.array(False)).adjust(True).loss_scale, MEGATRON["constant"]["scale"])
 
 
-def test_the_default_rule_never_reaches_inf():
-    """Megatron's scale grows to inf and stays there: the gradients are then multiplied by zero for ever."""
-    (stuck,) = [case for case in MEGATRON["cases"] if case["name"] == "growth_overflows_to_inf_then_stuck"]
-    assert stuck["trace"][-1][0] == np.inf
-    scaler = jaxmp.DynamicLossScale(2.0**31, growth_interval=1, hysteresis=1)
-    assert_exact(run(scaler, stuck["found_inf"][:4]).loss_scale, np.full(4, 2.0**32, np.float32))
-
-
 # torch.amp
 
 
@@ -225,67 +216,6 @@ def test_torch_traces_with_other_factors_are_an_ulp_a_step_away_at_most(case):
     assert np.abs(ulps).max() <= 1
     moved = torch_trace(case)  # its own errors may add up
     assert_close(moved.loss_scale, expected, rtol=len(expected) * 2.0**-23)
-
-
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("name", ["defaults", "nan_is_inf", "backoff_then_interval_restart"])
-def test_torch_traces_through_the_transform(name):
-    """The column `optimizer_stepped` too; found_inf 2 stands for NaN."""
-    (case,) = [case for case in TORCH["cases"] if case["name"] == name]
-    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), torch_scaler(case))
-
-    @jax.jit
-    def train(grads):
-        def step(carry, grad):
-            param, opt_state = carry
-            updates, opt_state = tx.update(grad, opt_state, param)
-            metrics = jaxmp.get_metrics(opt_state)
-            return (param + updates, opt_state), (metrics["loss_scale"], metrics["growth_count"], metrics["skipped"])
-
-        param = jnp.zeros(())
-        return jax.lax.scan(step, (param, tx.init(param)), grads)
-
-    grads = np.array([0.0, np.inf, np.nan], np.float32)[case["found_inf"]]
-    (param, _), (loss_scale, growth_count, skipped) = train(grads)
-    assert_exact(loss_scale, column(case, 0, np.float32))
-    assert_exact(growth_count, column(case, 1, np.int32))
-    assert_exact(skipped, ~column(case, 2, bool))
-    assert np.isfinite(param)
-
-
-def test_a_scale_set_from_outside_leaves_the_growth_count():
-    """torch's `update(new_scale)`: the step is skipped on overflow, the scale is what was given, the count stays."""
-    oracle = TORCH["update_new_scale"]
-    scaler = preset("torch", {name: oracle[name] for name in ("init_scale", "growth_interval")})
-    tx = jaxmp.unscale_and_skip(optax.sgd(1.0), scaler)
-    param = jnp.zeros(())
-    update, update_without_moving = jax.jit(tx.update), jax.jit(lambda g, s, p, S: tx.update(g, s, p, loss_scale=S))
-    opt_state = tx.init(param)
-    for overflow, given_scale, scale_after, count_after, stepped in oracle["trace"]:
-        new_scale = 256.0 if given_scale == "tensor256" else given_scale
-        grad = jnp.float32(np.inf if overflow else 0.0)
-        if new_scale is None:
-            _, opt_state = update(grad, opt_state, param)
-        else:
-            _, opt_state = update_without_moving(grad, opt_state, param, jaxmp.get_loss_scale(opt_state))
-            opt_state = opt_state._replace(scaling=opt_state.scaling._replace(loss_scale=jnp.float32(new_scale)))
-        metrics = jaxmp.get_metrics(opt_state)
-        assert_exact((metrics["loss_scale"], metrics["growth_count"]), (scale_after, count_after))
-        assert_exact(metrics["skipped"], not stepped)
-
-
-@pytest.mark.thorough(3)
-@pytest.mark.parametrize("row", TORCH["unscale_values"], ids=lambda row: f"{row['scale']:g}-{len(row['in'])}")
-def test_unscaled_values(row):
-    grads = np.array(row["in"], np.float32)
-    unscaled = np.asarray(jax.jit(static.unscale)({"g": grads}, jnp.float32(row["scale"]))["g"])
-    expected = np.array(row["out_bits"], np.int32).view(np.float32)
-    if np.float32(1.0) / np.float32(row["scale"]) >= np.finfo(np.float32).tiny:  # the reciprocal is not flushed
-        assert_close(unscaled, expected, atol=SUBNORMALS)
-        normal = np.isfinite(grads) & ~((expected != 0) & (np.abs(expected) < np.finfo(np.float32).tiny))
-        normal &= (grads == 0) | (np.abs(grads) >= np.finfo(np.float32).tiny)
-        assert_exact(unscaled[normal], expected[normal])
-    assert_exact(jaxmp.all_finite({"g": grads}), not row["found_inf"][0])
 
 
 def test_an_overflow_that_unscaling_makes_is_skipped():
@@ -411,30 +341,14 @@ def test_mmcv_traces(case):
     assert_exact(trace.growth_count, np.array(counts, np.int32))
 
 
-def test_mmcv_static_trace():
-    (case,) = [case for case in MMCV["cases"] if case["kwargs"].get("mode") == "static"]
-    scaler = jaxmp.StaticLossScale(case["kwargs"]["init_scale"])
-    for overflow, row in zip(case["overflow"], case["trace"], strict=True):
-        scaler = scaler.adjust(jnp.array(not overflow))
-        assert_exact(scaler.loss_scale, row[0])
-
-
 def test_overflow_is_what_is_not_finite():
-    """mmcv and DeepSpeed look at the *sum*, so that finite gradients overflow; a static mmcv scale applies inf."""
+    """mmcv and DeepSpeed look at the *sum*, so that finite gradients overflow."""
     values = [[1.0, -2.0], [1.0, np.inf], [np.nan, 1.0], [1e38] * 4, [np.inf, -np.inf]]
     theirs = [overflow for _, overflow in MMCV["has_overflow"]][:5]
     padded = np.array([grads + [0.0] * (4 - len(grads)) for grads in values], np.float32)
     ours = (~jax.jit(jax.vmap(jaxmp.all_finite))(padded)).tolist()
     assert theirs == [False, True, True, True, True]
     assert ours == [False, True, True, False, True]
-
-    assert MMCV["has_overflow"][5] == ["static mode with inf", False]
-    tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=512.0)
-    params = jnp.ones(2, jnp.float16)
-    step = jax.jit(functools.partial(jaxmp.apply_gradients, tx))
-    params, opt_state = step(jnp.array([np.inf, 1.0], jnp.float16), tx.init(params), params)
-    assert_moved(params, jnp.ones(2, jnp.float16))
-    assert_exact(jaxmp.get_metrics(opt_state)["skipped"], True)
 
 
 # torch's sharded scaler: devices decide together
@@ -488,8 +402,6 @@ def test_without_an_axis_devices_would_diverge():
         rows = SHARDED["res"]["world_4"][f"rank{rank}"]["torch_GradScaler(cpu), no sync"]
         assert_exact(loss_scale[rank], np.array([row[2] for row in rows], np.float32))
     assert len(set(np.asarray(loss_scale[:, -1]))) > 1
-    with pytest.raises(ValueError, match="are bound, so devices would diverge"):
-        run_on_devices(2, None, np.inf)
 
 
 def test_a_growth_past_float32():

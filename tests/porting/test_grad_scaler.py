@@ -15,7 +15,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import jaxmp
 import regimes
@@ -24,7 +23,7 @@ from jaxmp._src.base import compat
 from jaxmp._src.devices import collectives
 from jaxmp._src.loss_scale import static
 from oracle_data import load, name_of
-from regimes import AXIS, DEVICES, mesh_of
+from regimes import AXIS, DEVICES
 
 TORCH = load("torch_amp_grad_scaler")
 TINY = float(np.finfo(np.float32).tiny)  # XLA flushes what is smaller to zero
@@ -523,50 +522,32 @@ def test_the_second_call_compiles_nothing():
     assert step._cache_size() == 1
 
 
-def device_step(state, x):
-    """One step on one device. Only the device that overflows sees it in its gradients."""
-    params, opt_state, scaler = state
-    own = jax.tree.map(lambda p: compat.as_varying(p, collectives.bound_axes("auto")), params)
-    grads = jax.grad(lambda p: scaler.scale(loss_fn(p, x)))(own)
-    alone = jnp.reshape(collectives.any_nonfinite(grads), (1,))
-    grads, scaler = scaler.unscale(grads)
-    found_inf, tx = scaler.found_inf(), OPTIMIZERS["momentum"][0]
-    params, opt_state, scaler = scaler.step(tx, regimes.mean_in_float32(grads), opt_state, params)
-    return (params, opt_state, scaler.update()), found_inf, alone
-
-
-def spread(how):
-    if how == "pmap":
-        return jax.pmap(device_step, AXIS, in_axes=(None, 0), devices=jax.devices()[:DEVICES])
-    specs = {"in_specs": (P(), P(AXIS)), "out_specs": (P(), P(), P(AXIS))}
-    return jax.jit(jax.shard_map(device_step, mesh=mesh_of(), check_vma=how == "shard_map", **specs))
-
-
 @pytest.mark.thorough(1)
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map_unchecked"])
 def test_an_overflow_on_one_device_skips_on_all(how):
-    _, params, opt_state = start("momentum")
-    state = (params, opt_state, jaxmp.GradScaler(64.0))
-    x = np.stack([X] * DEVICES) if how == "pmap" else np.concatenate([X] * DEVICES)
-    bad = x.copy()
+    regime, (tx, params, opt_state) = regimes.REGIMES[how], start("momentum")
+
+    def step(state, x, mean):
+        """Only the device that overflows sees it in its gradients."""
+        params, opt_state, scaler = state
+        own = jax.tree.map(lambda p: compat.as_varying(p, collectives.bound_axes("auto")), params)
+        grads = jax.grad(lambda p: scaler.scale(loss_fn(p, x)))(own)
+        alone = collectives.any_nonfinite(grads)
+        grads, scaler = scaler.unscale(grads)
+        flags = jnp.stack([alone, scaler.found_inf()]).astype(jnp.float32)
+        params, opt_state, scaler = scaler.step(tx, mean(grads), opt_state, params)
+        return (params, opt_state, scaler.update()), flags
+
+    run, state = regime.compile(step), regime.place((params, opt_state, jaxmp.GradScaler(64.0)))
+    good = np.concatenate([X] * DEVICES)
+    bad = good.copy()
     bad.reshape(DEVICES, -1)[2, 0] = np.inf
-    step = spread(how)
-
-    def by_device(tree):
-        """What each device holds; pmap's arrays have a first axis for devices."""
-        shards = [[s.data for s in leaf.addressable_shards] for leaf in jax.tree.leaves(tree)]
-        copies = list(zip(*shards, strict=True))
-        return [[np.asarray(s)[0] if how == "pmap" else np.asarray(s) for s in copy] for copy in copies]
-
-    (after_bad, found_inf, alone), (after_good, no_inf, _) = step(state, bad), step(state, x)
-    assert np.ravel(alone).tolist() == [False, False, True, False]
-    for *same, scale, flag in by_device((after_bad[:2], after_bad[2].get_scale(), found_inf)):
-        assert_moved(same, jax.tree.leaves(state[:2]))
-        assert_exact((scale, flag), (32.0, True))
-    copies = by_device((after_good, no_inf))
-    assert all(regimes.same_bits(copy, copies[0]) for copy in copies)
-    assert not copies[0][-1]
-    assert not regimes.same_bits(copies[0][:2], [np.asarray(params["b"]), np.asarray(params["w"])])
+    for x, means_of_flags, scale in ((bad, [0.25, 1.0], 32.0), (good, [0.0, 0.0], 64.0)):
+        after, flags = run(state, regime.shard(x))
+        copies = regime.copies(after)
+        assert len(copies) == DEVICES and regimes.alike(copies)
+        assert regimes.unchanged(copies[0][:2], regime.copies(state)[0][:2]) == (x is bad)
+        assert_exact((copies[0][2].get_scale(), regime.copies(flags)[0]), (scale, np.float32(means_of_flags)))
 
 
 def test_axes_by_name():
@@ -577,26 +558,23 @@ def test_axes_by_name():
         unscale(scaled(jaxmp.GradScaler(axis_name=None)), jnp.ones(2))
 
 
-def test_devices_are_not_named():
-    with pytest.raises(TypeError, match="GradScaler takes no device.*got 'cuda'"):
-        jaxmp.GradScaler("cuda")
-    with pytest.raises(TypeError, match="GradScaler takes no device.*got 'cuda'"):
-        jaxmp.GradScaler(device="cuda", init_scale=8.0)
-    with pytest.raises(TypeError, match="autocast takes no device.*got 'cuda'"):
-        jaxmp.autocast("cuda")
+NO_DEVICE = "takes no device.*got 'cuda'"
+AS_IN_TORCH = [  # what a user writes, and what is said of it
+    (lambda scaler: jaxmp.GradScaler("cuda"), TypeError, f"GradScaler {NO_DEVICE}"),
+    (lambda scaler: jaxmp.GradScaler(device="cuda", init_scale=8.0), TypeError, f"GradScaler {NO_DEVICE}"),
+    (lambda scaler: jaxmp.autocast("cuda"), TypeError, f"autocast {NO_DEVICE}"),
+    (lambda scaler: scaler.unscale_(optax.sgd(0.1)), AttributeError, "no unscale_. Write .*scaler.unscale"),
+    (lambda scaler: scaler.unscale(optax.sgd(0.1)), TypeError, "unscale takes the gradients.*got an optimizer"),
+    (lambda scaler: scaler.unscaled(), AttributeError, "no attribute 'unscaled'"),
+    (lambda scaler: jaxmp.GradScaler(initscale=8.0), TypeError, "unexpected keyword argument 'initscale'"),
+]
 
 
-def test_names_of_torch_say_what_to_write():
-    scaler = jaxmp.GradScaler()
-    assert not hasattr(scaler, "unscale_")
-    with pytest.raises(AttributeError, match="no unscale_. Write .*scaler.unscale"):
-        scaler.unscale_(optax.sgd(0.1))
-    with pytest.raises(TypeError, match="unscale takes the gradients.*got an optimizer"):
-        scaler.unscale(optax.sgd(0.1))
-    with pytest.raises(AttributeError, match="no attribute 'unscaled'"):
-        scaler.unscaled()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'initscale'"):
-        jaxmp.GradScaler(initscale=8.0)
+def test_what_torch_takes_and_a_scaler_does_not_is_named():
+    for write, error, message in AS_IN_TORCH:
+        with pytest.raises(error, match=message):
+            write(jaxmp.GradScaler())
+    assert not hasattr(jaxmp.GradScaler(), "unscale_")
 
 
 def test_the_questions_put_to_an_optimizer_state_are_put_to_a_scaler():

@@ -11,7 +11,7 @@ import pytest
 import jaxmp
 from helpers import ROOT, assert_close, assert_exact, assert_moved, python_blocks
 from jaxmp._src.loss_scale import static
-from regimes import AXIS, DEVICES, guarded, mesh_of, same_bits
+from regimes import AXIS, DEVICES, alike, guarded, mesh_of
 
 F16, F32 = np.float16, np.float32
 
@@ -113,5 +113,5 @@ def test_an_inf_under_a_static_scale_is_skipped():
     assert_moved((after_params, guarded(after_state)), (params, guarded(opt_state)))
     assert_exact((jaxmp.get_loss_scale(after_state), jaxmp.get_metrics(after_state)["skipped_steps"]), (512.0, 1))
     copies = [[np.asarray(s.data) for s in x.addressable_shards] for x in jax.tree.leaves((after_params, after_state))]
-    assert all(len(c) == DEVICES and same_bits(c, [c[0]] * DEVICES) for c in copies)
+    assert all(len(c) == DEVICES and alike(c) for c in copies)
     assert AXIS == "data"  # the recipe's name for it

@@ -1,7 +1,7 @@
 """A box of the user's own around each param: a pytree node with one array and static metadata, whose array is `value`.
 
-No file of jaxmp knows these classes. The name of the field decides about the path alone: a layer with one param is such
-a node too, and its param keeps its name.
+No file of jaxmp knows these classes; flax's own box, `nn.Partitioned`, is beside them. The name of the field decides
+about the path alone: a layer with one param is such a node too, and its param keeps its name.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class OfEquinox(eqx.Module):
     names: tuple[str, ...] = eqx.field(static=True)
 
 
-BOXES = {kind.__name__: kind for kind in (Registered, OfFlax, OfEquinox)}
+BOXES = {kind.__name__: kind for kind in (Registered, OfFlax, OfEquinox, nn.Partitioned)}
 PARAMS = {"dense": {"kernel": np.full((16, 32), 0.7, np.float32)}, "norm": {"scale": np.ones(32, np.float32)}}
 FORMS = {
     "fp32": ("fp32", optax.adamw, {}),
@@ -54,6 +54,7 @@ FORMS = {
 LATER = pytest.mark.thorough(0)
 CASES = [
     ("OfEquinox", "split"),
+    ("Partitioned", "fp16"),
     pytest.param("Registered", "fp32", marks=LATER),
     pytest.param("Registered", "split8", marks=LATER),
     pytest.param("Registered", "fused", marks=LATER),

@@ -9,14 +9,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_exact, assert_moved
 from jaxmp._src.base import tree_paths
 from jaxmp.fp8 import DelayedScaling, is_scale
 from policy_steps import filled
-from regimes import mesh_of
+from regimes import DEVICES, REGIMES
 
 SIDE, DEPTH = 16, 4
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -172,30 +171,24 @@ def test_under_accumulation_and_with_aux():
 
 @pytest.mark.thorough(0)
 @pytest.mark.parametrize(
-    "regime", ["shard_map", "shard_map without check_vma", "sharded jit", "pmap", "pmap, named axis"]
+    ("how", "axis_name"),
+    [("shard_map", "auto"), ("shard_map_unchecked", "auto"), ("jit_data", "auto"), ("pmap", "auto"), ("pmap", "data")],
 )
-def test_all_devices_get_the_scales_of_one(regime):
+def test_all_devices_get_the_scales_of_one(how, axis_name):
     """In pmap the axis is found, or named."""
     tx, params, opt_state = make()
-    axis_name = "data" if regime == "pmap, named axis" else "auto"
+    regime = REGIMES[how]
 
-    def run(params, opt_state, x):
-        return jaxmp.fp8.calibrate(loss_fn, params, x, tx=tx, opt_state=opt_state, axis_name=axis_name)
+    def step(state, x, mean):
+        new = jaxmp.fp8.calibrate(loss_fn, state[0], x, tx=tx, opt_state=state[1], axis_name=axis_name)
+        return new, jnp.sum(x)
 
-    mesh, x = mesh_of(), X
-    if regime.startswith("shard_map"):
-        specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
-        run = jax.shard_map(run, mesh=mesh, **specs, check_vma=regime == "shard_map")
-    if regime == "sharded jit":
-        x = jax.device_put(X, NamedSharding(mesh, P("data")))
-    if regime.startswith("pmap"):
-        mapped = jax.pmap(run, axis_name="data", in_axes=(None, None, 0), devices=jax.devices()[:4])
-        new, state = mapped(params, opt_state, X.reshape(4, -1, SIDE))
-        for i in range(4):
-            assert_exact(scales(jax.tree.map(lambda x, i=i: np.asarray(x)[i], new)), scales(calibrated()[0]))
-        check(*jax.tree.map(lambda x: np.asarray(x)[0], (new, state)))
-    else:
-        assert_exact(jax.device_get(scales(jax.jit(run)(params, opt_state, x)[0])), scales(calibrated()[0]))
+    new, _ = regime.compile(step)(regime.place((params, opt_state)), regime.shard(X))
+    copies = regime.copies(new)
+    assert len(copies) == DEVICES
+    for copy in copies:
+        assert_exact(scales(copy[0]), scales(calibrated()[0]))
+    check(*copies[0])
 
 
 @pytest.mark.thorough(0)

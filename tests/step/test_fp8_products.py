@@ -266,17 +266,6 @@ def test_an_equinox_mlp_with_a_batch_under_vmap():
     assert count_fp8(in_fp8(loss), arrays, X) == (2, 4)  # eqx.nn.Linear writes weight @ x: the weight on the left
 
 
-def test_a_hugging_face_gpt2():
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    gpt2 = pytest.importorskip("transformers.models.gpt2.modeling_flax_gpt2", reason="transformers has no Flax models")
-    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=WIDTH, n_layer=2, n_head=2)
-    tokens = np.arange(32).reshape(2, 16)
-    with jax.numpy_rank_promotion("allow"):
-        model = gpt2.FlaxGPT2LMHeadModel(config, dtype=jnp.bfloat16)
-        loss = lambda params, tokens: jnp.mean(model(tokens, params=params).logits ** 2)  # noqa: E731
-        assert count_fp8(in_fp8(loss), model.params, tokens) == (8, 16)
-
-
 # The numbers
 
 

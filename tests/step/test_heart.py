@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import io_callback
 
 import jaxmp
 from helpers import assert_exact, assert_within_ulps, compilations
@@ -31,20 +30,6 @@ def step_of(tx):
 
 
 # The optimizer runs once
-
-
-def test_a_learning_rate_that_is_read_from_outside_is_read_once():
-    rates = iter(range(1, 100))
-    shape = jax.ShapeDtypeStruct((), jnp.float32)
-    read = lambda count: io_callback(lambda: np.float32(next(rates) / 128), shape, ordered=True)  # noqa: E731
-    tx, params, state = started(optax.inject_hyperparams(optax.sgd)(learning_rate=read), "fp32")
-    at_init = next(rates)
-    params, state = jax.jit(step_of(tx))(gradients(params, state), state, params)
-    jax.effects_barrier()
-    assert next(rates) == at_init + 2
-    rate = np.float32((at_init + 1) / 128)
-    assert_exact(state.optimizer_state.hyperparams["learning_rate"], rate)
-    assert_exact(params["b"], np.full(64, 2.0 - rate / 4, np.float32))
 
 
 @pytest.mark.parametrize(("policy", "jitted"), [("fp16", True), ("fp32", False)])

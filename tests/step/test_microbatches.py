@@ -1,7 +1,5 @@
 """With `accumulate=`: which arguments are cut, and what passes through the microbatches."""
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -118,10 +116,6 @@ VARIABLES = {
 POLICY = jaxmp.get_policy("bf16", keep_fp32=("*BatchNorm*",))
 
 
-class TrainState(jaxmp.linen.TrainState):
-    batch_stats: Any
-
-
 def normed_loss(params, batch_stats, x, y):
     out, new = Normed().apply({"params": params, "batch_stats": batch_stats}, x, mutable=["batch_stats"])
     return jnp.mean((out.astype(jnp.float32) - y) ** 2), new["batch_stats"]
@@ -129,7 +123,7 @@ def normed_loss(params, batch_stats, x, y):
 
 def new_state():
     tx = jaxmp.mixed_precision(optax.sgd(0.01), POLICY)
-    return TrainState.create(apply_fn=None, **VARIABLES, tx=tx, policy=POLICY)
+    return regimes.BatchNormState.create(apply_fn=None, **VARIABLES, tx=tx, policy=POLICY)
 
 
 def gradients(loss_fn=normed_loss, k=K):

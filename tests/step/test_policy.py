@@ -205,15 +205,9 @@ PATHS = (
     [
         ((), ()),
         (("*NORM*",), (2, 3, 6)),
-        (("*layernorm_?/scale",), (3,)),
         (("*/bias", "router"), (0, 2, 4)),
-        (("stack/*",), (5, 6)),
         (("stack/0",), (5,)),
         (("norm",), (6,)),  # the whole path or its end, not a part in the middle
-        (("/norm",), ()),
-        (("scale", "block_0/**/kernel"), (1, 3)),
-        (("bias",), (0, 2)),
-        (("block_[1-9]/*",), ()),
         (("*",), tuple(range(7))),
     ],
     ids=str,

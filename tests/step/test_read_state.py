@@ -52,12 +52,6 @@ def test_states_of_all_kinds_are_read():
     assert_exact(jaxmp.get_loss_scale(()), np.float32(1))  # a test that scales by hand
 
 
-def test_keep_if_skipped_names_its_order():
-    new, old = {"a": jnp.ones(2)}, {"a": jnp.zeros(2)}
-    with pytest.raises(TypeError, match=r"keep_if_skipped\(opt_state, new, old\) must get .*; got dict without any"):
-        jaxmp.keep_if_skipped(new, old, TX.init(PARAMS))
-
-
 @pytest.mark.parametrize(("policy", "step"), [("fp16", "update"), ("fp32", "apply_gradients")])
 def test_leaves_that_came_after_the_optimizer_are_named(policy, step):
     tx = jaxmp.mixed_precision(optax.sgd(0.1), policy, loss_scale=None if policy == "fp32" else 2.0)
@@ -111,16 +105,6 @@ def test_masters_without_their_params_are_named():
     model, optimizer = lora_job("fp8", with_fp8=True)
     with pytest.raises(ValueError, match=r"got no fp8 scale .*log2_scale. Pass .*nnx.Any\(wrt, jaxmp.nnx.Fp8Scale"):
         jaxmp.get_master_params(optimizer.opt_state, nnx.state(model, nnx.LoRAParam))
-
-
-def test_calibrate_with_params_and_state_swapped():
-    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8")
-    params = PARAMS | {"fp8_lhs_e4m3_log2_scale": jnp.zeros(())}
-    state = tx.init(params)
-    with pytest.raises(TypeError, match=r"calibrate\(loss_fn, params, \*batch.*; got an optimizer's state as params"):
-        jaxmp.fp8.calibrate(lambda p: 0.0, state, tx=tx, opt_state=params)
-    with pytest.raises(TypeError, match="calibrate must get the state of an optimizer"):
-        jaxmp.fp8.calibrate(lambda p: 0.0, params, tx=tx, opt_state=params)
 
 
 def test_keep_if_skipped_keeps_the_containers_and_names_what_is_missing():

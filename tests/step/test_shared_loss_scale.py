@@ -1,9 +1,6 @@
 """Several optimizers under one loss scale: torch.amp's rule, in the worked example of two heads on one trunk."""
 
-import contextlib
 import functools
-import warnings
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +10,7 @@ import pytest
 
 import jaxmp
 from helpers import assert_close, assert_exact, assert_moved
-from jaxmp._src.step import scale_reads
+from policy_steps import nothing_read
 from regimes import guarded
 
 POLICY = jaxmp.get_policy("fp16")
@@ -140,27 +137,6 @@ def test_without_a_mean_each_flag_is_still_common():
     assert_exact(jaxmp.get_loss_scale(scale_state), jnp.full(2, 32.0))
 
 
-def test_the_scale_follows_the_rule_of_its_loss_scale():
-    """Hysteresis 2 and an interval of 3, over a sequence; by torch's rule a good step is one where all are good."""
-    shared = jaxmp.shared_loss_scale(jaxmp.DynamicLossScale(8.0, growth_interval=3, hysteresis=2))
-
-    @jax.jit
-    def step(params, states, grads, scale_state):
-        for i in range(2):
-            params[i], states[i], scale_state = shared.apply_gradients(TX, grads[i], states[i], params[i], scale_state)
-        return params, states, shared.update(scale_state)
-
-    good, bad = np.ones(1, np.float16), np.full(1, np.nan, np.float16)
-    params, states = [good, good], [TX.init(np.ones(1, np.float32)) for _ in range(2)]
-    scale_state, scales = shared.init(), []
-    for grads in [good, good], [good, bad], [bad, bad], [good, good], [good, good], [good, good]:
-        params, states, scale_state = step(params, states, grads, scale_state)
-        scales.append(float(jaxmp.get_loss_scale(scale_state)))
-    assert scales == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0]
-    assert [int(state.skipped_steps) for state in states] == [1, 2]
-    assert [int(optax.tree.get(state, "count")) for state in states] == [5, 4]
-
-
 def test_state_is_plain_stable_and_donatable():
     shared = jaxmp.shared_loss_scale()
     update = jax.jit(shared.update, donate_argnums=0)
@@ -180,13 +156,6 @@ def test_extra_arguments_reach_each_optimizer():
         tx, jnp.array([64.0]), tx.init(params), params, SHARED.init(), value=jnp.float32(0.25)
     )
     assert_close(params, jnp.array([0.75]))
-
-
-@contextlib.contextmanager
-def as_if_nothing_was_read():
-    with mock.patch.object(scale_reads, "MEMORY", scale_reads.Reads()), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
 
 
 def a_step(params, state, scale_state, x, scaled=True, old=None):
@@ -212,14 +181,14 @@ def test_gradients_that_were_not_scaled_by_the_shared_scale_are_named():
         return twice(params, state, scale_state, x, old=scale_state)
 
     arguments = params, tx_state, SHARED.init(), X
-    with as_if_nothing_was_read():
+    with nothing_read():
         jax.make_jaxpr(twice)(*arguments)
-    with as_if_nothing_was_read(), pytest.raises(jaxmp.UnreadLossScale, match="nobody read"):
+    with nothing_read(), pytest.raises(jaxmp.UnreadLossScale, match="nobody read"):
         jax.make_jaxpr(lambda *args: a_step(*args, scaled=False))(*arguments)
-    with as_if_nothing_was_read(), pytest.raises(jaxmp.UnreadLossScale, match="another opt_state of the update"):
+    with nothing_read(), pytest.raises(jaxmp.UnreadLossScale, match="another opt_state of the update"):
         jax.make_jaxpr(stale)(*arguments)
     with (
-        as_if_nothing_was_read(),
+        nothing_read(),
         pytest.raises(jaxmp.UnreadLossScale, match="opt_state of the update|an earlier update"),
     ):
         jax.make_jaxpr(lambda *args: twice(*args, old=tx_state))(*arguments)

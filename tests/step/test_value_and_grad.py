@@ -4,7 +4,6 @@ Numbers are small integers and powers of two wherever that makes every result ex
 """
 
 import contextlib
-import functools
 import re
 import warnings
 
@@ -19,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmp
 from helpers import assert_close, assert_exact, assert_moved
 from jaxmp._src.step import microbatches
-from regimes import AXIS, guarded, mesh_of
+from regimes import AXIS, mesh_of
 
 F16, F32 = np.float16, np.float32
 SCALE = 2.0**10
@@ -68,20 +67,6 @@ def test_loss_is_exact_whatever_the_scale(scale):
     loss, grads = jax.jit(f)(x, np.ones(2, F32), opt_state=state_with(scale))
     assert_exact(loss, np.sum(x))
     assert_close(grads, np.full(2, scale, F32), rtol=2e-7)
-
-
-def test_a_scale_of_65536_does_not_overflow_the_loss():
-    """flax's DynamicScale multiplies a float16 loss by it: inf at the first step of its own example."""
-    params = {"w": jnp.array([2.0], F16)}
-
-    def loss_fn(params):
-        return jnp.mean(params["w"].astype(F32) * 4.0**-4)
-
-    opt_state = jaxmp.mixed_precision(optax.sgd(1.0), "fp16").init(params)
-    assert_exact(jaxmp.get_loss_scale(opt_state), F32(65536.0))
-    loss, grads = jaxmp.value_and_grad(loss_fn)(params, opt_state=opt_state)
-    assert_exact(loss, F32(2.0**-7))
-    assert_exact(grads, {"w": np.array([256.0], F16)})
 
 
 def test_a_float16_loss_is_warned_of_and_overflows_at_65536():
@@ -134,40 +119,7 @@ def test_keyword_arguments_are_passed_on_whole():
     assert set(seen) == {((3,), True)}
 
 
-def test_the_scale_is_found_where_it_lies():
-    """In a chain, in a shared scale, and 1.0 where there is no scaling."""
-    w = jnp.array(2.0, F32)
-    f = jaxmp.value_and_grad(lambda w: w * 3.0)
-    shared = jaxmp.shared_loss_scale(jaxmp.DynamicLossScale(8.0))
-    inner = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=4.0)
-    unscaled = jaxmp.mixed_precision(optax.sgd(1.0), "bf16")
-    for opt_state, scale in (
-        (shared.init(), 8.0),
-        (optax.chain(jaxmp.reduce_gradients(), inner).init(w), 4.0),
-        (unscaled.init(w), 1.0),
-    ):
-        assert_exact(f(w, opt_state=opt_state), (F32(6.0), F32(3.0 * scale)))
-    assert jaxmp.value_and_grad(loss_fn).__name__ == "loss_fn"
-
-
 # Accumulation
-
-
-def test_accumulation_of_a_network_equals_the_full_batch():
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(8, 6)).astype(F32), rng.normal(size=(8, 3)).astype(F32)
-    params = {"a": rng.normal(size=(6, 5)).astype(F16), "b": rng.normal(size=(5, 3)).astype(F16)}
-
-    def loss_fn(params, batch):
-        out = jnp.tanh(batch["x"].astype(F16) @ params["a"]) @ params["b"]
-        return jnp.mean((out.astype(F32) - batch["y"]) ** 2)
-
-    run = functools.partial(jaxmp.value_and_grad, loss_fn)
-    batch, opt_state = {"x": x, "y": y}, state_with(64.0)
-    loss, grads = jax.jit(run())(params, batch, opt_state=opt_state)
-    loss_k, grads_k = jax.jit(run(accumulate=4))(params, batch, opt_state=opt_state)
-    assert_close(loss_k, loss, rtol=1e-6)
-    assert_close(grads_k, jax.tree.map(lambda g: np.asarray(g, F32), grads), rtol=0, atol=64 * 2.0**-10)
 
 
 def mean_of_products(w, x):
@@ -190,25 +142,6 @@ def test_sums_of_microbatches_are_float32():
     assert_exact((loss, grads), (F32(2.0**15), np.array([2.0**17], F32)))
     assert_exact(whole, np.array([np.inf], F16))  # the gradient of the whole batch overflows float16
     assert_exact((new, skipped), (np.array([0.0], F16), np.bool_(False)))
-
-
-def test_one_bad_microbatch_spoils_the_window_and_only_it():
-    w = jnp.array([1.0], F16)
-    tx = jaxmp.mixed_precision(optax.adam(0.1), "fp16", loss_scale=jaxmp.DynamicLossScale(4.0, hysteresis=1))
-    opt_state = tx.init(w)
-
-    @jax.jit
-    def step(w, opt_state, x):
-        loss, grads = jaxmp.value_and_grad(mean_of_products, accumulate=4)(w, x, opt_state=opt_state)
-        return loss, *jaxmp.apply_gradients(tx, grads, opt_state, w)
-
-    loss, w1, state1 = step(w, opt_state, jnp.array([1.0, np.nan, 1.0, 1.0], F16))
-    assert np.isnan(loss)
-    assert_moved(w1, w)
-    assert_moved(guarded(state1), guarded(opt_state))
-    assert_exact((state1.scaling.loss_scale, state1.skipped_steps), (F32(2.0), np.int32(1)))
-    _, w2, state2 = step(w1, state1, jnp.ones(4, F16))
-    assert_exact((w2, state2.skipped_steps), (np.array([0.9], F16), np.int32(1)))
 
 
 def test_accumulate_argnums_name_the_batch():
@@ -279,12 +212,6 @@ def test_transforms(under, accumulate):
     loss, grads = under(f, params16(), X, state_with(SCALE))
     assert_exact(loss, LOSS)
     assert_exact(grads, scaled(GRADS, accumulate))
-
-
-def test_per_example_gradients():
-    f = jaxmp.value_and_grad(loss_fn)
-    _, grads = jax.vmap(lambda x: f(params16(), x, opt_state=state_with(2.0)))(X[:, None])
-    assert_exact(grads["w"], (2.0 * 0.5 * X).astype(F16))
 
 
 # On several devices

@@ -1,7 +1,10 @@
 """Loss and gradients of a model under a policy, as a training step takes them: of linen and of nnx."""
 
-from collections.abc import Callable
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,16 @@ import optax
 from flax import linen as nn, nnx
 
 import jaxmp
+from jaxmp._src.step import scale_reads
+
+
+@contextlib.contextmanager
+def nothing_read() -> Iterator[None]:
+    """As if this process had read no loss scale; warnings are errors."""
+    with mock.patch.object(scale_reads, "MEMORY", scale_reads.Reads()), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "masters should start from float32 params")
+        yield
 
 
 def filled(make: Callable[..., Any], *args: Any) -> Any:

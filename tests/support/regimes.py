@@ -49,9 +49,6 @@ def unchanged(after: Any, before: Any) -> bool:
     return all(x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes() for x, y in pairs)
 
 
-same_bits = unchanged  # TODO: gone when every use has a name that says why
-
-
 def alike(copies: Sequence[Any]) -> bool:
     """Whether one program left the same bits wherever it ran for equal inputs: on each device, or a second time."""
     return all(unchanged(copy, copies[0]) for copy in copies[1:])

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from helpers import assert_close, assert_exact, assert_moved, assert_same_program
 from pallas_kernels import backend as backends
-from regimes import guarded
 
 SHAPES = {"dense": {"kernel": (4, 512), "bias": (3,)}, "norm": {"scale": (2,)}, "scalar": ()}  # in blocks of 2048
 STEPS, BAD_STEP = 6, 3
@@ -113,21 +112,6 @@ def test_equals_optax(name, policy):
     assert int(jaxmp.get_metrics(got[1])["skipped_steps"]) == 1
 
 
-@pytest.mark.thorough(0)
-@pytest.mark.parametrize(("bits", "roundings"), [(16, 2.0**-22), (8, 2.0**-16)])
-def test_nesterov_equals_optax_with_split_masters(bits, roundings):
-    """Each step rounds a master, one of 24 bits stochastically."""
-    fused, plain = PAIRS["nadamw"]
-    got, expected = (
-        run(jaxmp.mixed_precision(inner, "bf16", remainder_bits=bits), "bf16")
-        for inner in (fused(max_norm=CLIP), chained(plain))
-    )
-    assert_close(masters_of(got), masters_of(expected), rtol=STEPS * roundings, atol=1e-6)
-    for name, atol in (("mu", 1e-9), ("nu", 1e-15), ("count", 0.0)):  # mu is a sum of terms that cancel
-        moments = [optax.tree.get(x, name) for _, x in (got, expected)]
-        assert_close(*moments, rtol=STEPS * 2.0**-22, atol=atol)
-
-
 @pytest.mark.thorough(2)
 @pytest.mark.parametrize("name", PAIRS)
 def test_without_apply_gradients_it_is_optax(name):
@@ -173,26 +157,6 @@ def test_the_kernels_do_the_same(policy, kwargs, bits):
 
 
 # Split masters
-
-
-@functools.cache
-def with_full_masters():
-    return run(jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, max_norm=CLIP), "bf16"), "bf16")
-
-
-@pytest.mark.thorough(0)
-@pytest.mark.parametrize(
-    ("fused", "bits", "rounding"),
-    [(True, 16, 2.0**-23), (False, 16, 2.0**-23), (True, 8, 2.0**-16)],
-    ids=["fused", "optax", "fused, 24 bits"],
-)
-def test_split_masters_train_as_full_ones(fused, bits, rounding):
-    """No bit is lost in a split of 16; half a unit of 16 bits of mantissa in one of 8, in each step."""
-    inner = jaxmp.fused_adamw(1e-2, max_norm=CLIP) if fused else chained(lambda: optax.adamw(1e-2))
-    split = run(jaxmp.mixed_precision(inner, "bf16", remainder_bits=bits), "bf16")
-    assert_close(split[0], with_full_masters()[0], rtol=2.0**-7)
-    assert_close(masters_of(split), masters_of(with_full_masters()), rtol=STEPS * rounding, atol=1e-6)
-    assert {x.dtype.name for x in jax.tree.leaves(split[1].master_params)} == {f"int{bits}"}
 
 
 def drifts(tx, policy, rates):
@@ -252,18 +216,6 @@ def test_initial_masters_are_the_float32_params():
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.thorough(0)
-def test_a_skip_changes_no_bit_of_split_masters_and_small_moments():
-    inner = jaxmp.fused_adamw(1e-2, max_norm=CLIP, state_dtype=jnp.int8)
-    tx = jaxmp.mixed_precision(inner, "bf16", remainder_bits=8)
-    params, opt_state = run(tx, "bf16", steps=2, bad=None)
-    grads = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), params)
-    after, after_state = jax.jit(step_of(tx))(params, opt_state, grads)
-    assert_moved(after, params)
-    assert_moved(guarded(after_state), guarded(opt_state))
-    assert bool(jaxmp.get_metrics(after_state)["skipped"])
-
-
 # Where it is used
 
 
@@ -288,14 +240,6 @@ def test_part_of_an_optimizer_is_plain_optax():
     mixed = lambda inner: jaxmp.mixed_precision(inner, "bf16")  # noqa: E731
     labels = {"a": "x", "b": "y"}
     params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.full(3, 2.0, jnp.bfloat16)}
-    around = (
-        optax.multi_transform({"x": mixed(jaxmp.fused_sgd(0.5)), "y": mixed(jaxmp.fused_sgd(0.5))}, labels),
-        optax.masked(mixed(jaxmp.fused_sgd(0.5)), {"a": True, "b": True}),
-        optax.MultiSteps(mixed(jaxmp.fused_sgd(0.5)), 2).gradient_transformation(),
-    )
-    for tx in around:
-        with pytest.raises(ValueError, match="mixed_precision must stand around the whole optimizer"):
-            jaxmp.apply_gradients(tx, jax.tree.map(jnp.ones_like, params), tx.init(params), params)
     inside = (
         lambda make: mixed(optax.multi_transform({"x": make(), "y": make()}, labels)),
         lambda make: mixed(optax.masked(make(), {"a": True, "b": True})),
@@ -374,18 +318,6 @@ def test_split_masters_in_linen_and_nnx():
     state = jaxmp.linen.TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx, policy="bf16")
     state = state.apply_gradients(grads={"w": jnp.ones(2, jnp.bfloat16)})
     assert_exact([model["w"][...], state.params["w"]], [np.full(2, 0.5, jnp.bfloat16)] * 2)
-
-
-def test_the_second_step_compiles_nothing_and_donation_copies_nothing():
-    tx = jaxmp.mixed_precision(jaxmp.fused_adamw(1e-2, max_norm=CLIP), "fp16")
-    params, opt_state = start(tx, "fp16", normal(0))
-    step = jax.jit(lambda p, s, g: jaxmp.apply_gradients(tx, g, s, p), donate_argnums=(0, 1))
-    grads = jax.tree.map(jnp.ones_like, params)
-    before = jax.tree.map(jax.typeof, (params, opt_state))
-    params, opt_state = step(params, opt_state, grads)
-    assert jax.tree.map(jax.typeof, (params, opt_state)) == before
-    step(params, opt_state, grads)
-    assert step._cache_size() == 1
 
 
 def test_on_a_cpu_gradients_are_checked_without_a_sum_of_flags():

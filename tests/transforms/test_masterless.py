@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxmp
 from helpers import assert_close, assert_exact, assert_moved, assert_same_program
-from regimes import AXIS, DEVICES, mesh_of
+from regimes import AXIS, DEVICES, REGIMES, mesh_of
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 each_dtype = pytest.mark.parametrize("dtype", [F16, BF16], ids=["float16", "bfloat16"])
@@ -155,19 +155,13 @@ def test_the_sharding_does_not_matter_under_jit(spec, axis_type):
 def test_replicas_draw_the_same_as_one_device(how):
     params, updates = placed(None), jax.tree.map(lambda x: jnp.full(x.shape, -1e-3), PARAMS)
     expected = jax.tree.map(np.asarray, steps(0, 2, params, updates)[0])
-    if how == "pmap":
-        stacked = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), (params, updates))
-        got = jax.pmap(functools.partial(steps, 0, 2), AXIS, devices=jax.devices()[:DEVICES])(*stacked)[0]
-        for i in range(DEVICES):
-            assert_exact(jax.tree.map(lambda x, i=i: np.asarray(x[i]), got), expected)
-        return
-    f = functools.partial(steps, 0, 2)
-    got = jax.jit(jax.shard_map(f, mesh=mesh_of(), in_specs=P(), out_specs=P(), check_vma=how == "shard_map"))(
-        params, updates
-    )[0]
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        for shard in x.addressable_shards:
-            assert_exact(np.asarray(shard.data), y)
+    regime = REGIMES[how]
+    run = regime.compile(lambda state, x, mean: (steps(0, 2, *state)[0], jnp.sum(x)))
+    new, _ = run(regime.place((params, updates)), regime.shard(np.zeros(DEVICES, np.float32)))
+    copies = regime.copies(new)
+    assert len(copies) == DEVICES
+    for copy in copies:
+        assert_exact(copy, expected)
 
 
 @pytest.mark.thorough(1)
@@ -208,42 +202,18 @@ def test_a_skipped_step_does_not_count():
     assert int(optax.tree.get(taken[1], "round_count")) == 1
 
 
-@pytest.mark.parametrize(
-    ("how", "dtype"),
-    [
-        ("float32_moments", F16),
-        ("float32_moments", BF16),
-        ("mixed_precision", F16),
-        ("keep_master_params", BF16),
-        ("plain", BF16),
-    ],
-    ids=lambda x: x if isinstance(x, str) else x.__name__,
-)
-def test_moments_are_float32_whatever_the_params_are(how, dtype):
-    adam, name = optax.adam(1e-2), {F16: "fp16", BF16: "bf16"}[dtype]
-    policy = jaxmp.get_policy(name, keep_fp32=("norm",))
-    tx = {
-        "float32_moments": lambda: jaxmp.float32_moments(adam),
-        "mixed_precision": lambda: jaxmp.mixed_precision(adam, policy),
-        "keep_master_params": lambda: jaxmp.keep_master_params(adam, policy),
-        "plain": lambda: adam,
-    }[how]()
-    params32 = {"w": np.ones((2, 3), np.float32), "norm": np.ones(3, np.float32)}
-    params = policy.cast_to_param(params32)
-    grads = params32 if how == "keep_master_params" else params
-    expected = {"w": dtype if how == "plain" else F32, "norm": F32}  # the leaf without master is its own
-
-    def types(tree):
-        return [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(tree)]
-
-    for start in (params, params32) if how in ("mixed_precision", "keep_master_params") else (params,):
-        state = jax.eval_shape(tx.init, start)
-        updates, new = jax.eval_shape(tx.update, grads, state, params)
-        for s in (state, new):
-            for moment in ("mu", "nu"):
-                assert {k: x.dtype for k, x in optax.tree.get(s, moment).items()} == expected
-        assert {k: x.dtype for k, x in updates.items()} == expected
-        assert types(new) == types(state)
+@pytest.mark.parametrize(("dtype", "is_plain"), [(F16, False), (BF16, False), (BF16, True)])
+def test_moments_are_float32_whatever_the_params_are(dtype, is_plain):
+    """Those of plain optax have the dtype of the param."""
+    tx = optax.adam(1e-2) if is_plain else jaxmp.float32_moments(optax.adam(1e-2))
+    params = {"w": np.ones((2, 3), dtype), "norm": np.ones(3, np.float32)}
+    expected = {"w": dtype if is_plain else F32, "norm": F32}
+    state = jax.eval_shape(tx.init, params)
+    updates, new = jax.eval_shape(tx.update, params, state, params)
+    for tree in (*(optax.tree.get(s, moment) for s in (state, new) for moment in ("mu", "nu")), updates):
+        assert {k: x.dtype for k, x in tree.items()} == expected
+    types = [[(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(tree)] for tree in (state, new)]
+    assert types[0] == types[1]
 
 
 def test_float32_moments_are_those_of_a_float32_run():
@@ -259,20 +229,6 @@ def test_float32_moments_are_those_of_a_float32_run():
     assert_close(got, run(adam, grads.astype(F32), params.astype(F32)), rtol=1e-6)
     assert np.isfinite(np.asarray(got[0])).all()
     assert not np.isfinite(np.asarray(adam.update(grads, adam.init(params), params)[0])).all()  # what it is for
-
-
-def test_extra_arguments_reach_the_inner_transform():
-    seen = {}
-
-    def update(updates, state, params=None, **extra_args):
-        seen.update(extra_args, dtype=params["w"].dtype)
-        return updates, state
-
-    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-    tx = jaxmp.float32_moments(inner)
-    params = {"w": jnp.ones(2, BF16)}
-    tx.update(params, tx.init(params), params, value=3.0)
-    assert seen == {"value": 3.0, "dtype": F32}
 
 
 def test_a_regression_without_masters_follows_the_float32_one_where_plain_bfloat16_stalls():
