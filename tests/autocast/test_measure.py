@@ -115,7 +115,6 @@ def test_the_planted_layer_is_among_the_worst(fault, framework):
     name = fault.__name__ if framework == "equinox" else "planted"
     assert any(name in row.module for row in rows[:3]), rows[:3]
     assert rows[0].added > ROUNDINGS
-    assert {row.name for row in rows if name in row.module}
 
 
 @pytest.mark.thorough(1)

@@ -16,7 +16,6 @@ SIDE = 32
 RNG = np.random.default_rng(0)
 W, M, B, C = RNG.normal(size=(4, SIDE, SIDE)).astype(np.float32) / 6
 X = RNG.normal(size=(48, SIDE)).astype(np.float32)
-ONES = np.ones(SIDE, np.float32)
 PARAMS = jax.tree.map(jnp.asarray, {"first": C, "last": B, "w": W, "m": M, "stack": np.stack([W, M])})
 
 
@@ -80,30 +79,10 @@ def test_layers_in_a_scan_train_all_their_parts():
         assert np.linalg.norm(gradients[name] - value) <= 0.2 * np.linalg.norm(value)
 
 
-def layers(params, x):
-    for w, b in params:
-        x = jnp.tanh(x @ w + lax.expand_dims(b, range(x.ndim - b.ndim)))
-    return x
-
-
-SIX = [(W * (i + 1), ONES * i) for i in range(6)]
-SIX_LAYERS = {
-    "plain": layers,
-    "a batch of sequences": lambda p, x: layers(p, x[:, None])[:, 0],
-    "vmap": lambda p, x: jax.vmap(lambda row: layers(p, row))(x),
-    "remat": jax.checkpoint(layers),
-    "jit": jax.jit(layers),
-    "cond": lambda p, x: lax.cond(x[0, 0] < 9, layers, lambda p, x: x, p, x),
-    "scan": lambda p, x: lax.scan(lambda c, row: (c, layers(p, row[None])[0]), 0, x)[1],
-}
-
-
-@pytest.mark.thorough(2)
-@pytest.mark.parametrize("how", SIX_LAYERS)
-def test_layers_under_transformations(how):
-    fn = jaxmp.autocast(SIX_LAYERS[how], "fp8", recipe=RECIPE, filter=EVERY)
-    for rows in (1, 2):
-        assert matmuls(fn, SIX, X[:rows]) == {FP8: 6}
+def test_a_layer_in_a_loop_over_data():
+    """Other transformations: tests/step/test_fp8_products.py."""
+    layer = lambda w, x: lax.scan(lambda c, row: (c, jnp.tanh(row[None] @ w)[0]), 0, x)[1]  # noqa: E731
+    assert matmuls(jaxmp.autocast(layer, "fp8", recipe=RECIPE, filter=EVERY), W, X[:2]) == {FP8: 1}
 
 
 def test_of_two_inputs_the_second_is_the_weight():

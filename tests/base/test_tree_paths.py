@@ -1,9 +1,7 @@
 """The language of path patterns: its rules, the arguments that use it, and what a useless pattern raises."""
 
-import contextlib
 import functools
 import tempfile
-import warnings
 from typing import Any
 
 import flax
@@ -14,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 import safetensors
-from flax import nnx
 
 import jaxmp
 from jaxmp._src.base import tree_paths
@@ -68,7 +65,6 @@ def test_the_language(pattern, path, fits):
 
 # Every argument with patterns chooses the same paths.
 
-LAYERS = ("up", "mlp/up", "mlp/down", "norm_head")
 CHOICES = [
     ("UP", {"up", "mlp/up"}),
     ("/up", {"up"}),
@@ -90,17 +86,6 @@ class Net(nn.Module):
     @nn.compact
     def __call__(self, x):
         return nn.Dense(SIDE, name="norm_head")(Mlp(name="mlp")(nn.Dense(SIDE, name="up")(x)))
-
-
-class NnxMlp(nnx.Module):
-    def __init__(self):
-        self.up, self.down = (nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(0)) for _ in range(2))
-
-
-class NnxNet(nnx.Module):
-    def __init__(self):
-        self.up, self.norm_head = (nnx.Linear(SIDE, SIDE, rngs=nnx.Rngs(0)) for _ in range(2))
-        self.mlp = NnxMlp()
 
 
 @functools.cache
@@ -126,45 +111,6 @@ def cast_by_autocast(pattern):
     return {row.module.partition("/")[2] for row in dots if row.runs_in == "bfloat16"}
 
 
-def in_fp8(recipe, chosen):
-    """Formats of the gradients' scales by layer."""
-    with jaxmp.fp8.autocast(recipe, filter=chosen):
-        params = jax.eval_shape(Net().init, jax.random.key(0), X)["params"]
-    paths = [path for path in tree_paths.leaves_by_path(params) if "fp8_grad" in path]
-    if paths:
-        jax.eval_shape(jaxmp.mixed_precision(optax.sgd(1.0), "fp8", recipe=recipe).init, params)
-    return {path.partition("/Fp8DotGeneral_0/")[0]: "e4m3" in path for path in paths}
-
-
-def filtered_in_linen(pattern):
-    return set(in_fp8(jaxmp.fp8.DelayedScaling(), pattern))
-
-
-def filtered_in_nnx(pattern):
-    return set(jaxmp.nnx.to_fp8(NnxNet(), filter=pattern))
-
-
-def with_recipe(pattern):
-    recipes = {pattern: jaxmp.fp8.DelayedScaling(fp8_format="E4M3"), "*": jaxmp.fp8.DelayedScaling()}
-    return {path for path, is_e4m3 in in_fp8(recipes, "*").items() if is_e4m3}
-
-
-def scoped(x):
-    """A matmul in nested scopes for each of LAYERS."""
-    products = {}
-    for path in LAYERS:
-        with contextlib.ExitStack() as scopes:
-            for scope in path.split("/"):
-                scopes.enter_context(jax.named_scope(scope))
-            products[path] = x @ X
-    return products
-
-
-def watched(pattern):
-    stats = jax.eval_shape(jaxmp.monitor.watch_activations(scoped, filter=pattern), X)[1]
-    return set(stats.names) & set(LAYERS)
-
-
 def kept_in_file(pattern):
     kernels = jax.tree.map(lambda x: {"kernel": x}, LEAVES)
     with tempfile.TemporaryDirectory() as folder:
@@ -174,13 +120,9 @@ def kept_in_file(pattern):
     return {name.removesuffix(".kernel").replace(".", "/") for name in in_16_bits}
 
 
-ARGUMENTS = {
+ARGUMENTS = {  # of fp8: tests/fp8/test_chosen_layers.py; filter= of activations: tests/monitor/test_activations.py
     "keep_fp32": kept_by_policy,
     "autocast(modules=)": cast_by_autocast,
-    "fp8.autocast(filter=)": filtered_in_linen,
-    "nnx.to_fp8(filter=)": filtered_in_nnx,
-    "fp8.autocast(recipe)": with_recipe,
-    "watch_activations(filter=)": watched,
     "save_safetensors(keep=)": kept_in_file,
 }
 
@@ -275,18 +217,11 @@ def test_fp8_regions_warn_of_whole_models_only():
             jax.eval_shape(lambda params: Model().apply(params, X), params)
 
 
-def test_patterns_remember_and_compare():
+def test_patterns_compare_by_their_order():
     patterns = tree_paths.Patterns("keep", {"up": 1, "head": 2}, of="leaf")
     assert patterns == tree_paths.Patterns("other", {"up": 1, "head": 2}, of="layer")
     assert hash(patterns) == hash(tree_paths.Patterns("other", {"up": 1, "head": 2}, of="layer"))
     assert patterns != tree_paths.Patterns("keep", {"head": 2, "up": 1}, of="leaf")
-    with warnings.catch_warnings(action="error"):
-        assert not patterns.warn_of_idle()  # no path was seen
-    assert patterns.first("mlp/up") == "up" and patterns.first("x") is None
-    message = "keep: the pattern 'head' fits no leaf. Paths here: 'mlp/up', 'x'. .docs/warnings.md"
-    with pytest.warns(UserWarning, match=message) as record:
-        assert patterns.warn_of_idle()
-    assert len(record) == 1 and record[0].filename == __file__
 
 
 @flax.struct.dataclass

@@ -80,13 +80,9 @@ class InNnx(nnx.Module):
         return x + self.down(self.function(self.a(x), self.b(x)))
 
 
-def everywhere(path, layer):
-    return True
-
-
 def trained(model, x=X):
     """(loss and gradients as a function of a state and x, the state)."""
-    autocast = functools.partial(jaxmp.fp8.autocast, POLICY.recipe, filter=everywhere)
+    autocast = functools.partial(jaxmp.fp8.autocast, POLICY.recipe, filter="*")
     with autocast():
         params = jax.jit(model.init)(jax.random.key(0), x)["params"]
     state = jaxmp.linen.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), policy=POLICY)
@@ -176,7 +172,7 @@ def test_under_transformations(cls, count):
 @needs_kernels
 def test_in_nnx():
     model = InNnx(FUNCTIONS["swiglu"][0])
-    jaxmp.nnx.to_fp8(model, POLICY.recipe, filter=everywhere)
+    jaxmp.nnx.to_fp8(model, POLICY.recipe, filter="*")
     optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), policy=POLICY)
     graph, state = nnx.split((model, optimizer))
 

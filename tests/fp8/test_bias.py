@@ -21,10 +21,6 @@ X, W, G, BIAS = (RNG.normal(size=shape).astype(np.float32) for shape in ((64, 32
 TX = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=RECIPE)
 
 
-def everywhere(path, layer):
-    return True
-
-
 def scales():
     return Scales(*[jnp.zeros(())] * 3)
 
@@ -106,7 +102,7 @@ class Layers(nn.Module):
 
 
 def init(model):
-    with jaxmp.fp8.autocast(RECIPE, filter=everywhere):
+    with jaxmp.fp8.autocast(RECIPE, filter="*"):
         return jax.jit(model.init)(jax.random.key(0), X)["params"]
 
 
@@ -115,7 +111,7 @@ WAYS = {"plain": Layers, "remat": nn.remat(Layers), "keeps": nn.remat(Layers, po
 
 def step_of(model, policy):
     def loss_fn(params, x, g):
-        with jaxmp.fp8.autocast(RECIPE, filter=everywhere):
+        with jaxmp.fp8.autocast(RECIPE, filter="*"):
             y = model.apply({"params": params}, x)
         return jnp.sum(y.astype(jnp.float32) * g), y
 
@@ -156,7 +152,7 @@ def test_nnx(way):
     cls, n_out = (nnx.LinearGeneral, (6, 8)) if "general" in way else (nnx.Linear, 48)
     layer = cls(32, n_out, dtype=jnp.bfloat16, bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0))
     flax_y, g = layer(X), G.reshape(layer(X).shape)
-    assert jaxmp.nnx.to_fp8(layer, RECIPE, filter=everywhere) == [""]
+    assert jaxmp.nnx.to_fp8(layer, RECIPE, filter="*") == [""]
     optimizer = jaxmp.nnx.Optimizer(layer, TX)
     if way == "split by flax":
         layer = nnx.merge(*nnx.split(layer))
@@ -183,7 +179,7 @@ def test_nnx(way):
 def test_a_product_that_is_put_into_a_layer_later_needs_its_promote_dtype_too():
     layer = nnx.Linear(32, 48, rngs=nnx.Rngs(0))
     as_made = layer.promote_dtype
-    jaxmp.nnx.to_fp8(layer, CurrentScaling(), filter=everywhere)
+    jaxmp.nnx.to_fp8(layer, CurrentScaling(), filter="*")
     layer.dot_general = jax.lax.dot_general
     with pytest.raises(TypeError, match="KernelAndBiasForFp8DotGeneral"):
         layer(X)
@@ -198,6 +194,6 @@ def test_a_layer_of_nnx_with_a_call_of_its_own_adds_its_bias_itself():
             return self.dot_general(inputs, kernel, MATMUL) + 2 * bias[None]
 
     layer = Twice(32, 48, bias_init=nnx.initializers.normal(), rngs=nnx.Rngs(0))
-    jaxmp.nnx.to_fp8(layer, CurrentScaling(), filter=everywhere)
+    jaxmp.nnx.to_fp8(layer, CurrentScaling(), filter="*")
     y = nnx.jit(lambda layer: layer(np.zeros((1, 32), np.float32)))(layer)
     assert_within_ulps(y, 2 * np.asarray(layer.bias[...])[None], 0)

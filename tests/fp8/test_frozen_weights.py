@@ -19,17 +19,13 @@ X = np.random.default_rng(0).normal(size=(2 * SIDE, SIDE)).astype(np.float32)
 MODEL = nn.Sequential([nn.Dense(SIDE) for _ in range(4)])
 
 
-def anything(path, layer):
-    return True
-
-
 def init():
-    with jaxmp.fp8.autocast(RECIPE, filter=anything):
+    with jaxmp.fp8.autocast(RECIPE, filter="*"):
         return jax.jit(MODEL.init)(jax.random.key(0), X)["params"]
 
 
 def loss_fn(params, x):
-    with jaxmp.fp8.autocast(RECIPE, filter=anything):
+    with jaxmp.fp8.autocast(RECIPE, filter="*"):
         return jnp.mean(MODEL.apply({"params": params}, x) ** 2)
 
 
@@ -72,7 +68,7 @@ def test_labels_inside_of_mixed_precision_move_all_scales():
 
 @pytest.mark.parametrize("way", ["multi_transform", "masked"])
 def test_labels_outside_are_refused(way):
-    with jaxmp.fp8.autocast(RECIPE, filter=anything):
+    with jaxmp.fp8.autocast(RECIPE, filter="*"):
         params = jax.eval_shape(MODEL.init, jax.random.key(0), X)["params"]
     if way == "masked":
         tx = optax.masked(TX, jax.tree.map(lambda label: label == "train", labels(params)))
@@ -123,7 +119,7 @@ class Lora(nnx.Module):
 @pytest.mark.thorough(0)
 def test_nnx_lora_moves_the_scales_of_the_frozen_layers():
     model = Lora()
-    jaxmp.nnx.to_fp8(model, RECIPE, filter=anything)
+    jaxmp.nnx.to_fp8(model, RECIPE, filter="*")
     before = jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     optimizer = jaxmp.nnx.Optimizer(model, TX, wrt=nnx.LoRAParam, policy="fp8")
 
@@ -144,6 +140,6 @@ def test_nnx_lora_moves_the_scales_of_the_frozen_layers():
 
 def test_flax_optimizers_say_which_filter_to_pass():
     model = Lora()
-    jaxmp.nnx.to_fp8(model, RECIPE, filter=anything)
+    jaxmp.nnx.to_fp8(model, RECIPE, filter="*")
     with pytest.raises(ValueError, match=r"wrt=nnx\.Any\(filter, jaxmp\.nnx\.Fp8Scale\)"):
         nnx.Optimizer(model, TX, wrt=nnx.LoRAParam)

@@ -151,14 +151,6 @@ def test_gradients_rounded_at_random_have_the_mean_of_the_gradients_before():
         assert draws.std(0).mean() > 0.1
 
 
-def test_a_key_is_asked_for_where_a_gradient_is_taken():
-    x, w = normal(1, 32, 48), normal(2, 48, 32)
-    jax.eval_shape(lambda x: keyed(x, w, None), x)
-    with pytest.raises(ValueError, match="needs a key for random rounding.*rounding"):
-        jax.eval_shape(jax.grad(lambda x: keyed(x, w, None).sum()), x)
-    jax.eval_shape(jax.grad(lambda x: keyed(x, w, None, NEAREST).sum()), x)
-
-
 def loss(f, x, w, key):
     return jnp.sum(f(x, w, key) ** 2)
 

@@ -18,6 +18,7 @@ import jaxmp
 from fp8_model import GRAD, LHS, RHS
 from helpers import assert_exact
 from jaxmp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, FallbackWarning, Scales, ragged_dot
+from kernel_oracles import expert_by_expert
 from pallas_kernels import backend as backends
 from same_operations import assert_same_operations
 
@@ -43,18 +44,6 @@ def whole_numbers(seed, *shape):
     return np.random.default_rng(seed).integers(-4, 5, shape).astype(F32)
 
 
-def oracle(x, w, sizes, grad):
-    """Result and gradients, expert by expert."""
-    y, d_x, d_w = np.zeros((x.shape[0], w.shape[2]), F32), np.zeros_like(x), np.zeros_like(w)
-    start = 0
-    for expert, size in enumerate(sizes):
-        rows = slice(start, start + size)
-        y[rows], d_x[rows] = x[rows] @ w[expert], grad[rows] @ w[expert].T
-        d_w[expert] = x[rows].T @ grad[rows]
-        start += size
-    return y, d_x, d_w
-
-
 @functools.cache
 def compiled(recipe):
     @jax.jit
@@ -75,7 +64,7 @@ def test_result_and_gradients_are_those_of_float32(name, sizes):
     start = 0.0 if recipe is not RECIPES["delayed, any scale"] else 1.0
     scales = None if isinstance(recipe, CurrentScaling) else Scales(*np.full(3, start, F32))
     y, d_x, d_w, amaxes = compiled(recipe)(x, w, sizes, grad, scales)
-    without_signs_of_zeros = jax.tree.map(lambda t: t + 0.0, ((y, d_x, d_w), oracle(x, w, sizes, grad)))
+    without_signs_of_zeros = jax.tree.map(lambda t: t + 0.0, ((y, d_x, d_w), expert_by_expert(x, w, grad, sizes)))
     assert_exact(*without_signs_of_zeros)
     if scales is not None:
         used = [np.max(np.abs(t[: sum(sizes)]), initial=F32(0)) for t in (x, grad)]
@@ -106,19 +95,6 @@ def test_a_gpu_without_the_kernels_is_named(monkeypatch):
     args = whole_numbers(0, M, K), whole_numbers(1, 4, K, N), np.int32([6, 0, 8, 6])
     with pytest.warns(FallbackWarning, match=reason):
         jax.eval_shape(functools.partial(ragged_dot, recipe=CurrentScaling()), *args)
-
-
-@needs_kernels
-@pytest.mark.thorough(0)  # the kernels themselves: tests/kernels/test_kernels_grouped.py
-def test_the_kernel_of_a_gpu_gives_these_numbers(monkeypatch):
-    """Interpreted, in place of the loop of a CPU."""
-    x, w, grad = whole_numbers(0, M, K), whole_numbers(1, 4, K, N), whole_numbers(2, M, N)
-    args = x, w, SIZES, grad, Scales(*np.zeros(3, F32))
-    wanted = compiled(DelayedScaling())(*args)
-    run = backends.run
-    monkeypatch.setattr(backends, "run", lambda _, *args, **more: run("interpret", *args, **more))
-    found = compiled.__wrapped__(DelayedScaling())(*args)
-    assert_exact(*jax.tree.map(lambda t: t + 0.0, (found, wanted)))
 
 
 def test_what_it_does_not_take():

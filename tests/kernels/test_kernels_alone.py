@@ -11,8 +11,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jaxmp
 import pallas_kernels
 from helpers import assert_close
-from pallas_kernels import backend as backends, launch, multi_tensor
-from pallas_kernels.leaves import Leaf
+from pallas_kernels import backend as backends
+from platforms import text_for
 
 WITHOUT_KERNELS = backends.why_no_kernels()
 kernels_only = pytest.mark.skipif(WITHOUT_KERNELS is not None, reason=str(WITHOUT_KERNELS))
@@ -20,10 +20,6 @@ kernels_only = pytest.mark.skipif(WITHOUT_KERNELS is not None, reason=str(WITHOU
 
 def mesh_of(kind=AxisType.Auto):
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
-
-
-def text_for_cuda(f, *args, **options):
-    return jax.jit(f, **options).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def job(policy, params32, init=lambda tx, params: tx.init(params)):
@@ -45,7 +41,7 @@ def test_what_is_lowered_for_a_gpu(how):
         options = {"in_shardings": NamedSharding(mesh_of(), P())}
     elif how == "shard_map":
         update = jax.shard_map(update, mesh=mesh_of(), in_specs=P(), out_specs=P())
-    text = text_for_cuda(update, *args, **options)
+    text = text_for(update, *args, **options)
     assert ("mosaic_gpu" in text) == (how in ("one device", "shard_map")) and "CustomSPMDPartitioning" not in text
 
 
@@ -57,10 +53,10 @@ def test_a_named_backend_that_cannot_run_on_several_devices_says_so(name, monkey
     x = jnp.ones((8, 256), jnp.float16)
     scalar = jnp.bfloat16 if name == "cast_tree" else jnp.float32(1)
     run = lambda x: f({"w": x}, scalar, backend="mosaic")  # noqa: E731
-    assert "mosaic_gpu" in text_for_cuda(run, x)
+    assert "mosaic_gpu" in text_for(run, x)
     for given, g in ((jax.device_put(x, NamedSharding(mesh_of(), P("data"))), run), (x[None], jax.vmap(run))):
         with pytest.raises(ValueError, match='"mosaic" cannot run here: devices share the arrays, or jax.vmap'):
-            text_for_cuda(g, given)
+            text_for(g, given)
 
 
 @pytest.mark.thorough(0)
@@ -74,19 +70,3 @@ def test_under_vmap_inside_shard_map_the_reference_serves(check_vma):
     got = jax.jit(spread)(grads, opt_state, params)
     assert_close(got, jax.jit(update)(grads, opt_state, params), rtol=1e-6)
     assert jaxmp.get_metrics(got[1])["skipped"].tolist() == [False, True]
-
-
-def test_blocks_cover_each_element_once():
-    levels = multi_tensor.UPDATE_LEVELS
-    leaves = [Leaf(reads=(jnp.ones(n),)) for n in (1, 127, 128, 2047, 2048, 5000)]
-    covered = {i: np.zeros(leaf.reads[0].size, int) for i, leaf in enumerate(leaves)}
-    regions = list(launch.regions(leaves, levels))
-    for region in regions:
-        block = region.level.size
-        for k, leaf in enumerate(region.leaves):
-            for j in range(region.firsts[k + 1] - region.firsts[k]):
-                start = region.offsets[k] + j * block
-                covered[leaf][start : start + block] += 1
-    assert all((x == 1).all() for x in covered.values())
-    starts = [region.start for region in regions]
-    assert starts == np.cumsum([0, *(region.firsts[-1] for region in regions)])[:-1].tolist()

@@ -14,6 +14,7 @@ import pallas_kernels
 from helpers import assert_exact
 from jaxmp import fp8
 from pallas_kernels import backend as backends
+from platforms import text_for
 
 F32, F16, BF16 = np.float32, np.float16, ml_dtypes.bfloat16
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
@@ -55,11 +56,6 @@ def matrix(source, shape, seed=0):
 
 def cast(x, scale, dtype, backend="auto"):
     return pallas_kernels.cast_transpose_amax(jnp.asarray(x), jnp.float32(scale), dtype, backend=backend)
-
-
-def text_for_cuda(f, *args):
-    """What `f` is lowered to for an NVIDIA GPU, on a machine without one."""
-    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 # Values
@@ -112,7 +108,7 @@ def test_every_tile(backend, source, dtype):
 def test_other_shapes_are_served_by_xla(shape):
     x = matrix(F32, shape)
     assert_exact(cast(x, 2.0, E4M3), by_hand(x, 2.0, E4M3))
-    assert "mosaic" not in text_for_cuda(lambda x: cast(x, 2.0, E4M3), x)
+    assert "mosaic" not in text_for(lambda x: cast(x, 2.0, E4M3), x)
 
 
 # Lowering
@@ -123,9 +119,9 @@ def test_other_shapes_are_served_by_xla(shape):
 @pytest.mark.parametrize("shape", [(64, 64), (128, 64), (64, 128)], ids=str)
 def test_a_gpu_gets_the_kernel(shape, source, dtype):
     x = matrix(source, shape)
-    text = text_for_cuda(lambda x, s: cast(x, s, dtype), x, np.float32(1))
+    text = text_for(lambda x, s: cast(x, s, dtype), x, np.float32(1))
     assert (KERNEL in text and "mosaic_gpu" in text) == HAS_KERNELS
-    assert "mosaic" not in text_for_cuda(lambda x: cast(x, 1.0, dtype, "xla"), x)
+    assert "mosaic" not in text_for(lambda x: cast(x, 1.0, dtype, "xla"), x)
     assert "mosaic" not in jax.jit(lambda x: cast(x, 1.0, dtype)).lower(x).as_text()  # a CPU does not
 
 
@@ -167,22 +163,10 @@ def test_in_shard_map_each_device_casts_its_own(check_vma):
     assert (KERNEL in text and "mosaic_gpu" in text) == HAS_KERNELS
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("spec", [P("a"), P(None, "b")], ids=str)
-def test_under_jit_the_kernel_says_how_it_is_split(spec):
-    """What `custom_partitioning` makes of it is compiled for eight H100s in benchmarks/h100/kernels.py."""
-    x = matrix(F32, (512, 128))
-    split = jax.device_put(x, NamedSharding(auto_mesh(), spec))
-    f = jax.jit(lambda x, s: cast(x, s, E4M3))
-    assert_exact(f(split, jnp.float32(2.0)), by_hand(x, 2.0, E4M3))
-    text = f.trace(split, jnp.float32(2.0)).lower(lowering_platforms=("cuda",)).as_text()
-    assert ("CustomSPMDPartitioning" in text) == HAS_KERNELS
-
-
 def test_on_a_mesh_with_explicit_axes_xla_serves():
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))
     split = jax.device_put(matrix(F32, (512, 128)), NamedSharding(mesh, P("a")))
-    assert "mosaic" not in text_for_cuda(lambda x, s: cast(x, s, E4M3), split, np.float32(2))
+    assert "mosaic" not in text_for(lambda x, s: cast(x, s, E4M3), split, np.float32(2))
 
 
 def test_in_pmap():
@@ -247,17 +231,17 @@ def test_a_matmul_s_tensors_are_cast_by_the_kernel(case):
     """Each of the three once, where it is differentiated; without a gradient nothing is turned."""
     x_shape, w_shape, numbers = CASES[case]
     x, w = matrix(BF16, x_shape), matrix(F32, w_shape)
-    trained = text_for_cuda(lambda x, w: product_and_gradients(x, w, SCALES, numbers), x, w)
+    trained = text_for(lambda x, w: product_and_gradients(x, w, SCALES, numbers), x, w)
     assert trained.count("@mosaic_gpu") == (3 if HAS_KERNELS else 0)
-    assert "mosaic" not in text_for_cuda(lambda x, w: product(x, w, SCALES, numbers), x, w)
+    assert "mosaic" not in text_for(lambda x, w: product(x, w, SCALES, numbers), x, w)
 
 
 def test_odd_shapes_and_turned_operands_stay_with_xla():
     x, w = matrix(BF16, (48, 128)), matrix(F32, (128, 80))
-    assert "mosaic" not in text_for_cuda(lambda x, w: product_and_gradients(x, w, SCALES), x, w)
+    assert "mosaic" not in text_for(lambda x, w: product_and_gradients(x, w, SCALES), x, w)
     lhs_turned = (((0,), (0,)), ((), ()))
     x = matrix(BF16, (128, 64))
-    assert "mosaic" not in text_for_cuda(lambda x, w: product_and_gradients(x, w, SCALES, lhs_turned), x, w)
+    assert "mosaic" not in text_for(lambda x, w: product_and_gradients(x, w, SCALES, lhs_turned), x, w)
 
 
 @needs_kernels
@@ -265,4 +249,4 @@ def test_on_a_split_mesh_a_weight_keeps_one_form():
     """It would be gathered twice under FSDP."""
     x = jax.device_put(matrix(BF16, (512, 64)), NamedSharding(auto_mesh(), P("a")))
     w = jax.device_put(matrix(F32, (64, 64)), NamedSharding(auto_mesh(), P("a")))
-    assert text_for_cuda(lambda x, w: product_and_gradients(x, w, SCALES), x, w).count("@CustomSPMDPart") == 2
+    assert text_for(lambda x, w: product_and_gradients(x, w, SCALES), x, w).count("@CustomSPMDPart") == 2

@@ -8,10 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from test_kernels_cast import BF16, E4M3, E5M2, EACH_BACKEND, F16, F32, HAS_KERNELS, by_hand, stacked, text_for_cuda
+from test_kernels_cast import BF16, E4M3, E5M2, EACH_BACKEND, F16, F32, HAS_KERNELS, by_hand, stacked
 
 from helpers import assert_exact, assert_within_ulps
 from pallas_kernels import passes
+from platforms import text_for
 
 pytestmark = pytest.mark.optimized  # a bound of one rounding
 KERNEL = "computed_cast_transpose_amax"
@@ -102,7 +103,7 @@ def test_it_is_rounded_before_the_cast(backend):
 @EACH_SET
 def test_a_gpu_gets_the_kernel(parts):
     x, vectors = arguments((128, 64), BF16, parts)
-    text = text_for_cuda(lambda x, vectors: cast(x, scale=1.0, dtype=E5M2, **vectors), x, vectors)
+    text = text_for(lambda x, vectors: cast(x, scale=1.0, dtype=E5M2, **vectors), x, vectors)
     assert (KERNEL in text and "mosaic_gpu" in text) == HAS_KERNELS
 
 
@@ -192,5 +193,5 @@ def test_sums_of_what_is_split_over_devices(spec):
     split = jax.device_put(x, NamedSharding(mesh, spec))
     f = lambda x: with_sums(x).sums  # noqa: E731
     assert_exact(jax.jit(f)(split), x.sum(axis=0))
-    assert ("CustomSPMDPartitioning" in text_for_cuda(f, split)) == HAS_KERNELS
-    assert ("mosaic_gpu" in text_for_cuda(f, x)) == HAS_KERNELS
+    assert ("CustomSPMDPartitioning" in text_for(f, split)) == HAS_KERNELS
+    assert ("mosaic_gpu" in text_for(f, x)) == HAS_KERNELS

@@ -93,12 +93,10 @@ def test_moments_that_are_compressed_alone_have_the_same_bits(state_dtype, signe
 def weights():
     """Leaves with float32 and split masters, and moments in float32, 16 and 8 bits."""
     rng = np.random.default_rng(1)
-    found = []
-    for master, dtype in [("float32", "float32"), ("int16", "float32"), ("int8", "float32"), ("float32", "bfloat16")]:
-        found.append(((40, 3), master, dtype))
-    for master in ("own", "float32", "int16", "int8"):
-        found.append(((16, 512), master, "int8"))
-    found.append(((12, 512), "int8", "int8"))  # in rows
+    forms = [*((master, "float32") for master in ("float32", "int16", "int8")), ("float32", "bfloat16")]
+    found = [((40, 3), *form) for form in forms]
+    found += [((16, 512), master, "int8") for master in ("own", "float32", "int16", "int8")]
+    found += [((12, 512), "int8", "int8")]  # in rows
 
     def weight(shape, master, dtype):
         w = jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -115,25 +113,17 @@ def weights():
     return [weight(*x) for x in found]
 
 
+def step(weights, number, taken):
+    scalars = (1 - 0.9**number, 1 - 0.999**number)
+    how = {"factor": jnp.float32(1.0), "learning_rate": jnp.float32(1e-3), "step": number, "taken": taken}
+    return multi_tensor_update(weights, AdamW(), scalars=scalars, backend="xla", **how)
+
+
 def after_steps(platform):
     """The weights after a taken step, a skipped one, and one more.
 
     Operation by operation: XLA for CPU contracts products and sums in different ways in different programs.
     """
-
-    def step(weights, number, taken):
-        scalars = (1 - 0.9**number, 1 - 0.999**number)
-        return multi_tensor_update(
-            weights,
-            AdamW(),
-            factor=jnp.float32(1.0),
-            learning_rate=jnp.float32(1e-3),
-            step=number,
-            scalars=scalars,
-            taken=taken,
-            backend="xla",
-        )
-
     ws, found = weights(), []
     with ways_of(platform):
         for number, taken in ((1.0, True), (2.0, False), (2.0, True)):
@@ -150,13 +140,6 @@ def test_a_step_for_a_tpu_has_the_bits_of_other_steps():
 def test_a_skip_is_chosen_where_groups_are_seen():
     """Beyond the view XLA for TPU would read old and new arrays again: 38 bytes of HBM per param for 30."""
     ws = [w for w in weights() if any(isinstance(m, Quantized) for m in w.moments)]
-
-    def step(weights, taken):
-        one = jnp.float32(1.0)
-        return multi_tensor_update(
-            weights, AdamW(), factor=one, learning_rate=one, step=one, scalars=(one, one), taken=taken, backend="xla"
-        )
-
-    text = jax.jit(step).trace(ws, jnp.bool_(True)).lower(lowering_platforms=("tpu",)).as_text()
+    text = jax.jit(step).trace(ws, jnp.float32(1.0), jnp.bool_(True)).lower(lowering_platforms=("tpu",)).as_text()
     assert "tensor<2x2x2x8x128xf32>" in text  # the leaves of (16, 512), in tiles
     assert not re.findall(r"stablehlo.select.*tensor<16x(?:512|2)x", text)

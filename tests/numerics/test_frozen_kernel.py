@@ -114,22 +114,10 @@ def test_no_finite_weight_becomes_infinite(dtype, largest):
     assert np.isfinite(between.astype(np.float16)).all() and np.isfinite(np.asarray(wide).astype(np.float16)).all()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda kernel: jax.tree.map(lambda a: a * 0.5, kernel),
-        lambda kernel: optax.incremental_update(kernel, kernel, 0.5),
-        lambda kernel: jax.tree.map(lambda a: a.astype(jnp.bfloat16), kernel),
-    ],
-)
-def test_a_kernel_that_others_computed_with_is_refused(change):
-    changed = change(jaxmp.fp8.freeze({"kernel": W})["kernel"])
-    for read in (jnp.asarray, np.asarray, lambda k: jnp.ones(48) @ k, lambda k: k[0], lambda k: k.astype(jnp.float32)):
-        with pytest.raises(TypeError, match="a frozen kernel must stay as freeze made it"):
-            read(changed)
-
-
 BY_NUMBERS = {  # these change the dtype of the lock
+    "halved": lambda a: a * 0.5,
+    "average": lambda a: optax.incremental_update(a, a, 0.5),
+    "cast": lambda a: a.astype(jnp.bfloat16),
     "twice": lambda a: 2 * a,
     "plus one": lambda a: a + 1,
     "minus itself": lambda a: a - 1 * a,
@@ -151,13 +139,14 @@ IN_ITS_DTYPES = {
     ("change", "scale"),
     [*((name, 1.0) for name in BY_NUMBERS | IN_ITS_DTYPES), ("plus one", 300.0), ("bounds", 300.0)],
 )
-def test_a_kernel_that_others_computed_with_by_numbers_is_refused(change, scale):
+def test_a_kernel_that_others_computed_with_is_refused(change, scale):
     """By an error, or by NaN in a program where the dtypes stayed; also where exponents are 0 and more."""
     kernel = jaxmp.fp8.freeze({"kernel": W * np.float32(scale)})["kernel"]
     changed = jax.tree.map((BY_NUMBERS | IN_ITS_DTYPES)[change], kernel)
     says = "parts in" if change in BY_NUMBERS else "other numbers"
-    with pytest.raises(TypeError, match=f"a frozen kernel must stay as freeze made it; got {says}"):
-        jnp.asarray(changed)
+    for read in (jnp.asarray, np.asarray, lambda k: jnp.ones(48) @ k, lambda k: k[0], lambda k: k.astype(jnp.float32)):
+        with pytest.raises(TypeError, match=f"a frozen kernel must stay as freeze made it; got {says}"):
+            read(changed)
     autocast = jaxmp.autocast(lambda kernel: jnp.ones((2, 48)) @ kernel, "bf16")
     run = jax.jit(lambda kernel: (jnp.asarray(kernel), autocast(kernel)))
     if change in BY_NUMBERS:
