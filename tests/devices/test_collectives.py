@@ -75,10 +75,11 @@ def test_a_bad_value_in_one_shard_under_jit(axis_type):
 
 
 def test_all_finite_on_one_device():
-    for all_finite in (jaxmp.all_finite, jax.jit(jaxmp.all_finite)):
+    for all_finite in (jaxmp.all_finite, jax.jit(jaxmp.all_finite, static_argnames="axis_name")):
         assert_exact(all_finite(rows(1.0, 0)), np.bool_(True))
         assert_exact(all_finite(rows(np.nan, 0)), np.bool_(False))
         assert_exact(all_finite({"empty": jnp.ones((0, 3))}), np.bool_(True))
+        assert_exact(all_finite(rows(np.nan, 0), axis_name=None), np.bool_(False))
     tree = {"int": jnp.array([2**31 - 1], jnp.int32), "bool": jnp.array([True]), "none": None, "number": 1.0}
     tree |= {"key": jax.random.key(0), "raw key": jax.random.PRNGKey(0)}
     assert_exact(jaxmp.all_finite(tree), np.bool_(True))

@@ -1,9 +1,7 @@
-"""Real processes, joined by `jax.distributed`: an overflow in one of them, and a death."""
+"""Real processes, joined by `jax.distributed`: an overflow in one of them. A death is in test_lives.py."""
 
 import itertools
-import json
 import pickle
-import signal
 
 import jax
 import numpy as np
@@ -13,24 +11,10 @@ import safetensors
 import jaxmp
 import process_worker
 import regimes
-import resume_worker
 from helpers import assert_moved
-from processes import HANGS_AFTER, finish, start
+from processes import finish, start
 
 PROCESSES = 2
-
-
-def wait_for_the_kill(workers, logs, folder):
-    """Waits until the one process has killed itself, then kills the others."""
-    bad = resume_worker.BAD_RANK
-    try:
-        assert workers[bad].wait(HANGS_AFTER) == -signal.SIGKILL, (folder / f"{bad}.out").read_text()[-3000:]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-        for log in logs:
-            log.close()
 
 
 @pytest.fixture(scope="module")
@@ -72,49 +56,3 @@ def test_processes_write_one_model_tensor_by_tensor(traces):
     assert sorted(x.name for x in (folder / "model").iterdir()) == [*shards, "model.safetensors.index.json"]
     errors = [(folder / f"{rank}.error").read_text() for rank in range(PROCESSES)]
     assert "Not a directory" in errors[0] and "process 0, which writes, could not write" in errors[1]
-
-
-@pytest.mark.thorough(0)
-def test_4_processes_go_on_as_2_and_as_4_after_one_was_killed_in_a_save(tmp_path):
-    """Params are cut over all processes; what an earlier life saved is restored in every bit."""
-    lives = []
-    for processes, killed_in, steps in ((4, 2, 9), (2, 4, 9), (4, None, 7)):
-        (tmp_path / "elastic.json").write_text(json.dumps({"kill_in_save_of": killed_in, "steps": steps}))
-        workers, logs = start(resume_worker.__file__, tmp_path, processes, 1)
-        if killed_in is None:
-            finish(workers, logs)
-        else:
-            wait_for_the_kill(workers, logs, tmp_path)
-        lives.append((tmp_path / "0.log").read_text().splitlines())
-        (tmp_path / "0.log").write_text("")
-    known = {}
-    for number, lines in enumerate(lives):
-        for line in lines:
-            what, *rest = line.split()
-            if what == "restored":
-                assert known[rest[0]] == rest[1], f"life {number} restored other bits of step {rest[0]}"
-            elif what != "end":
-                known[what] = rest[0]
-    assert [lines[0].split()[:2] for lines in lives[1:]] == [["restored", "1"], ["restored", "3"]]
-    assert lives[2][-1] == "end" and lives[2][-2].startswith("6 ")
-
-
-@pytest.mark.thorough(0)
-def test_processes_go_on_bit_for_bit_after_one_of_them_was_killed(tmp_path):
-    """One process overflows, one dies between two checkpoints, both are killed and started again."""
-    bad = resume_worker.BAD_RANK
-    workers, logs = start(resume_worker.__file__, tmp_path, PROCESSES, 1)
-    wait_for_the_kill(workers, logs, tmp_path)
-    first = [(tmp_path / f"{rank}.log").read_text().splitlines() for rank in range(PROCESSES)]
-    finish(*start(resume_worker.__file__, tmp_path, PROCESSES, 1))
-    for rank, lines in enumerate(first):
-        before = {line.split()[0]: line for line in lines}
-        restored, *again, end = (tmp_path / f"{rank}.log").read_text().splitlines()[len(lines) :]
-        assert (restored, end) == ("restored 5", "end")
-        after = {line.split()[0]: line for line in again}
-        assert list(after) == ["6", "7", "8"]
-        assert all(after[step] == before[step] for step in before if step in after)
-        assert {"6", "7"} <= set(before) or rank != bad
-        skipped = {step: line.endswith("True") for step, line in before.items()}
-        assert [step for step, was in skipped.items() if was] == [str(resume_worker.BAD_STEP)]
-    assert len({lines[0].split()[1] for lines in first}) == PROCESSES  # each holds a part of its own

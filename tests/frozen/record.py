@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import sys
 import time
-from pathlib import Path
 
 
 def set_environment(isa: str, optimized: bool) -> None:
@@ -68,7 +67,6 @@ def main() -> int:
     parser.add_argument("--isa", default="AVX", help="with --check: the CPU's instructions that XLA may use")
     parser.add_argument("--optimized", action="store_true", help="with --check: with LLVM's optimizations")
     parser.add_argument("--every", type=int, default=1, help="with --check: one of so many runs")
-    parser.add_argument("--out", type=Path, help="another file to write")
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
     set_environment(arguments.isa, arguments.optimized)
@@ -76,7 +74,7 @@ def main() -> int:
     import frozen_cases
     import frozen_files
 
-    out = arguments.out or frozen_files.FILE
+    out = frozen_files.FILE
     if not arguments.check and out.exists() and not arguments.again:
         print(f"{out} is there already; --again overwrites it. Read test_frozen.py first: when one may.")
         return 1

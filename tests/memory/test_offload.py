@@ -50,7 +50,7 @@ def types(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type, x.sharding), tree)
 
 
-def train(tx, policy, *, on_host, place=lambda tree: tree, steps=5, grads_on_host=False, first=0):
+def train(tx, policy, *, on_host, place=lambda tree: tree, steps=5, first=0):
     """Params, state and losses after some steps of which two overflow, with what must hold after each of them."""
     policy = jaxmp.get_policy(policy)
     params32 = place(make_params(2))
@@ -62,7 +62,6 @@ def train(tx, policy, *, on_host, place=lambda tree: tree, steps=5, grads_on_hos
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state, x, y):
         loss, grads = jaxmp.value_and_grad(loss_fn)(params, x, y, opt_state=opt_state)
-        grads = offload.to_host(grads) if grads_on_host else grads
         return *jaxmp.apply_gradients(tx, grads, opt_state, params), loss
 
     rng, losses = np.random.default_rng(0), []
@@ -122,12 +121,6 @@ def test_an_average_on_the_host_is_that_on_the_device():
     inner = optax.chain(adamw(), jaxmp.ema_params(0.9))
     tx = jaxmp.mixed_precision(offload.stream_updates(inner, window_bytes=1000), "fp16")
     assert_same_training(train(tx, "fp16", on_host=True), train(tx, "fp16", on_host=False))
-
-
-@pytest.mark.thorough(0)
-def test_gradients_on_the_host_too():
-    training = train(streamed_chain("fp16"), "fp16", on_host=True, grads_on_host=True)
-    assert_same_training(training, run_on_the_device("fp16"))
 
 
 @pytest.mark.parametrize("what", [("masters",), pytest.param(("moments",), marks=pytest.mark.thorough(0))])

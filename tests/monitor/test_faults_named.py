@@ -162,17 +162,6 @@ def in_nnx(policy):
     return Model(loss, params, state)
 
 
-def carried(policy):
-    """A recurrent net, whose state goes on from batch to batch."""
-    params = {"in": RNG.normal(size=(16, 8)) / 4, "carry": RNG.normal(size=(8, 8)) / 4, "out": RNG.normal(size=(8, 4))}
-
-    def loss(params, state, batch, i):
-        h = jnp.tanh(batch["x"] @ params["in"] + state["h"] @ params["carry"])
-        return cross_entropy(h @ params["out"], batch["label"]), {"h": jax.lax.stop_gradient(h.astype(jnp.float32))}
-
-    return Model(loss, jax.tree.map(np.float32, params), {"h": jnp.zeros((32, 8))})
-
-
 def frozen_first(inner):
     def labels(params):
         return {name: "frozen" if name.startswith("first") else "trained" for name in params}
@@ -281,7 +270,6 @@ HEALTHY = {
     "adamw and dropout, fp8": (functools.partial(wide, drop=0.3), "fp8", optax.adamw(3e-3)),
     "a later head, bf16": (after_a_warmup, "bf16", optax.adamw(3e-3)),
     "accumulated, fp16": (wide, "fp16", optax.MultiSteps(adam(), 4)),
-    "carried state, bf16": (carried, "bf16", optax.adam(3e-3)),
 }
 
 
@@ -439,9 +427,6 @@ FAULTS = {
     ),
     "NaN in BatchNorm of nnx": planted(
         20, "overflow state/norm/mean", "bf16", make=in_nnx, state=bad_state("mean", jnp.nan)
-    ),
-    "NaN in a recurrent state": planted(
-        20, "overflow state/h", "bf16", make=carried, state=bad_state("h", jnp.nan), also="overflow skips"
     ),
     "NaN in a param that is rarely used": planted(
         35, "overflow params/embed/embedding", "fp32", optax.sgd(0.1), language, params=bad_row

@@ -75,23 +75,6 @@ def test_exponents_before_and_after_scaling():
         (p.get_x(), p.get_x() + p.get_width()) for p in below.patches if p.get_y() < 2.5 and p.get_y() > 1.5
     )
     np.testing.assert_allclose(starts, [(-24, -14), (-14, np.log2(65504))])
-    with pytest.raises(ValueError, match="histogram=True"):
-        monitor.plot_exponents(monitor.tensor_stats({"a": jnp.ones(2)}, histogram=False))
-    with pytest.raises(ValueError, match="names must be of tensors; got 'c'. There are a, b"):
-        monitor.plot_exponents(samples()[0][1], names=["c"])
-
-
-def test_what_was_not_looked_at_is_not_drawn():
-    off = measured()[1]
-    with pytest.raises(ValueError, match="the step must be sampled; got one where"):
-        monitor.plot_exponents(off)
-    with pytest.raises(ValueError, match="must have a float tensor; got none to draw"):
-        monitor.plot_exponents(samples()[0][1], names=[])
-    with pytest.raises(ValueError, match="samples must have grads; got none"):
-        monitor.plot_layers([(0, off)])
-    other = samples()[0][1]._replace(grads=jax.jit(monitor.tensor_stats)({"c": np.ones(2, np.float32)}))
-    with pytest.raises(ValueError, match="all samples must have the same grads; got different ones"):
-        monitor.plot_layers([*samples(), (30, other)])
 
 
 def test_layers():
@@ -102,34 +85,40 @@ def test_layers():
     assert axes.lines[0].get_xdata().tolist() == [2] and axes.lines[0].get_ydata().tolist() == [1]
     share = monitor.plot_layers(samples(), what="underflow/e4m3").axes[0].images[0].get_array()
     np.testing.assert_allclose(share[0], 100 / 8)  # 2^-10 is half of e4m3's smallest number
-    with pytest.raises(ValueError, match="got 'underflow/fp12', 'grads'"):
-        monitor.plot_layers(samples(), what="underflow/fp12")
-    with pytest.raises(ValueError, match="samples must have activations; got none"):
-        monitor.plot_layers(samples(), of="activations")
+
+
+FP8 = [
+    (i, StepStats(*(None, None, None), Fp8Stats({"d/fp8_lhs": a}, {"d/fp8_lhs": 64.0}, {"d/fp8_lhs": a > 7}), {}, 1.0))
+    for i, a in enumerate((1.0, 2.0, 8.0))
+]
 
 
 def test_fp8():
-    stats = [
-        StepStats(*(None, None, None), Fp8Stats({"d/fp8_lhs": a}, {"d/fp8_lhs": 64.0}, {"d/fp8_lhs": a > 7}), {}, 1.0)
-        for a in (1.0, 2.0, 8.0)
-    ]
-    above, below = monitor.plot_fp8(list(enumerate(stats))).axes
+    above, below = monitor.plot_fp8(FP8).axes
     assert_exact(ys(above.lines[0]), np.array([1.0, 2, 8]))
     assert above.lines[1].get_xdata().tolist() == [2]
     assert_exact(ys(below.lines[0]), np.full(3, 64.0))
-    with pytest.raises(ValueError, match="samples must have fp8 tensors with delayed scaling; got none"):
-        monitor.plot_fp8(samples())
-    with pytest.raises(ValueError, match="paths must name sampled fp8 tensors; got 'x'. There are d/fp8_lhs"):
-        monitor.plot_fp8(list(enumerate(stats)), paths=["x"])
 
 
-def test_nothing_recorded():
-    with pytest.raises(ValueError, match="Call Monitor.update"):
-        monitor.plot_loss_and_scale(monitor.Monitor())
-    with pytest.raises(ValueError, match="Pass stats= of step_stats"):
-        monitor.plot_layers(monitor.Monitor())
-
-
-def test_a_picture_of_something_else_says_what_it_takes():
+def test_what_was_not_looked_at_is_not_drawn():
+    tensor_stats = jax.jit(monitor.tensor_stats, static_argnames="histogram")
+    off, (_, seen), nothing = measured()[1], samples()[0], monitor.Monitor()
+    other = seen._replace(grads=tensor_stats({"c": np.ones(2, np.float32)}))
+    for draw, message in (
+        (lambda: monitor.plot_exponents(off), "the step must be sampled; got one where"),
+        (lambda: monitor.plot_exponents(tensor_stats({"a": np.ones(2, "f4")}, histogram=False)), "histogram=True"),
+        (lambda: monitor.plot_exponents(seen, names=[]), "must have a float tensor; got none to draw"),
+        (lambda: monitor.plot_exponents(seen, names=["c"]), "names must be of tensors; got 'c'. There are a, b"),
+        (lambda: monitor.plot_layers([(0, off)]), "samples must have grads; got none"),
+        (lambda: monitor.plot_layers([*samples(), (30, other)]), "all samples must have the same grads; got different"),
+        (lambda: monitor.plot_layers(samples(), what="underflow/fp12"), "got 'underflow/fp12', 'grads'"),
+        (lambda: monitor.plot_layers(samples(), of="activations"), "samples must have activations; got none"),
+        (lambda: monitor.plot_layers(nothing), "Pass stats= of step_stats"),
+        (lambda: monitor.plot_loss_and_scale(nothing), "Call Monitor.update"),
+        (lambda: monitor.plot_fp8(samples()), "samples must have fp8 tensors with delayed scaling; got none"),
+        (lambda: monitor.plot_fp8(FP8, paths=["x"]), "paths must name sampled fp8 tensors; got 'x'. There are d/fp8_l"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            draw()
     with pytest.raises(TypeError, match=r"got Monitor. Pass monitor.samples\[-1\]\[1\]"):
-        jaxmp.monitor.plot_exponents(jaxmp.monitor.Monitor())  # pyright: ignore[reportArgumentType]
+        monitor.plot_exponents(nothing)  # pyright: ignore[reportArgumentType]

@@ -10,8 +10,9 @@ real ones and carry shape and dtype alone; the state that `torch.autocast` refus
 The backward pass of fake CUDA tensors asks the driver for a context, so the dtypes of gradients are recorded from real
 CPU tensors under `torch.autocast("cpu")`, whose lists differ; the file says so beside them.
 
-`OPS`: name, expression, shapes of its arguments ("i": int64 in 0..1, "m": a mask). Each is recorded for both autocast
-dtypes and for arguments of 16 bits, of 32, mixed either way, of the other 16-bit dtype, and of 64 bits.
+The operations are those of the file: a name, an expression of a, b, c, ..., and the shapes of its arguments ("i": int64
+in 0..1, "m": a mask); to record another one, write these three into it. Each is recorded for both autocast dtypes and
+for arguments of 16 bits, of 32, mixed either way, of the other 16-bit dtype, and of 64 bits.
 `MODELS`: layer by layer. Names of layers are those of tests/autocast_models.py.
 """
 
@@ -26,145 +27,7 @@ from torch._subclasses import FakeTensorMode
 HALVES = {"f16": torch.float16, "bf16": torch.bfloat16}
 FLOATS = HALVES | {"f32": torch.float32, "f64": torch.float64}
 NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.bool: "bool", torch.int64: "i64"}
-A, B, SQ, IMG = (4, 8), (8, 8), (4, 4), (2, 3, 8, 8)
-
-# name, expression of a, b, c, ..., shapes
-UNARY = """acos asin atan cos cosh sin sinh tan tanh exp exp2 expm1 log log10 log2 log1p reciprocal rsqrt sqrt square
-    erf erfc erfinv abs neg sign floor round sigmoid relu isfinite isnan""".split()
-OPS = [
-    *((name, f"torch.{name}(a)", [A]) for name in UNARY),
-    # products
-    ("linear", "F.linear(a, b)", [A, B]),
-    ("linear_bias", "F.linear(a, b, c)", [A, B, (8,)]),
-    ("matmul", "a @ b", [A, B]),
-    ("matmul_batched", "a @ b", [(2, 4, 8), (8, 8)]),
-    ("bmm", "torch.bmm(a, b)", [(2, 4, 8), (2, 8, 4)]),
-    ("mv", "torch.mv(a, b)", [A, (8,)]),
-    ("addmm", "torch.addmm(c, a, b)", [A, B, (4, 8)]),
-    ("einsum", "torch.einsum('bi,ij->bj', a, b)", [A, B]),
-    ("einsum_batched", "torch.einsum('bhqd,bhkd->bhqk', a, b)", [(2, 2, 4, 8), (2, 2, 4, 8)]),
-    ("dot", "torch.dot(a, b)", [(8,), (8,)]),
-    ("vdot", "torch.vdot(a, b)", [(8,), (8,)]),
-    ("linalg_vecdot", "torch.linalg.vecdot(a, b)", [A, A]),
-    ("tensordot", "torch.tensordot(a, b, dims=1)", [A, B]),
-    ("outer", "torch.outer(a, b)", [(4,), (8,)]),
-    ("addr", "torch.addr(c, a, b)", [(4,), (8,), (4, 8)]),
-    ("conv1d", "F.conv1d(a, b)", [(2, 3, 8), (5, 3, 3)]),
-    ("conv2d", "F.conv2d(a, b)", [IMG, (5, 3, 3, 3)]),
-    ("conv3d", "F.conv3d(a, b)", [(1, 2, 5, 5, 5), (3, 2, 3, 3, 3)]),
-    ("conv2d_grouped", "F.conv2d(a, b, groups=3)", [IMG, (3, 1, 3, 3)]),
-    ("conv_transpose2d", "F.conv_transpose2d(a, b)", [IMG, (3, 5, 3, 3)]),
-    ("scaled_dot_product_attention", "F.scaled_dot_product_attention(a, b, c)", [(2, 2, 4, 8)] * 3),
-    ("lstm_cell", "torch.lstm_cell(a, (b, c), d, e)", [(2, 4), (2, 8), (2, 8), (32, 4), (32, 8)]),
-    ("gru_cell", "torch.gru_cell(a, b, c, d)", [(2, 4), (2, 8), (24, 4), (24, 8)]),
-    ("prelu", "F.prelu(a, b)", [A, (1,)]),
-    # powers
-    ("pow_2", "a ** 2", [A]),
-    ("pow_3", "a ** 3", [A]),
-    ("pow_2.5", "a ** 2.5", [A]),
-    ("pow_0.5", "a ** 0.5", [A]),
-    ("pow_-1", "a ** -1", [A]),
-    ("scalar_to_the_power", "2.0 ** a", [A]),
-    ("pow_tensor", "torch.pow(a, b)", [A, A]),
-    ("one_over", "1 / a", [A]),
-    # reductions and scans
-    ("sum", "a.sum()", [A]),
-    ("sum_dim", "a.sum(-1)", [A]),
-    ("mean", "a.mean()", [A]),
-    ("mean_dim", "a.mean(-1)", [A]),
-    ("prod", "a.prod()", [A]),
-    ("cumsum", "a.cumsum(-1)", [A]),
-    ("cumprod", "a.cumprod(-1)", [A]),
-    ("logsumexp", "a.logsumexp(-1)", [A]),
-    ("logcumsumexp", "a.logcumsumexp(-1)", [A]),
-    ("softmax", "a.softmax(-1)", [A]),
-    ("log_softmax", "a.log_softmax(-1)", [A]),
-    ("softmax_dtype", "a.softmax(-1, dtype=torch.float16)", [A]),
-    ("sum_dtype", "a.sum(-1, dtype=torch.float16)", [A]),
-    ("var", "a.var(-1)", [A]),
-    ("std", "a.std(-1)", [A]),
-    ("norm", "torch.linalg.vector_norm(a, dim=-1)", [A]),
-    ("norm_1", "torch.linalg.vector_norm(a, 1, dim=-1)", [A]),
-    ("matrix_norm", "torch.linalg.matrix_norm(a)", [A]),
-    ("max", "a.amax(-1)", [A]),
-    ("argmax", "a.argmax(-1)", [A]),
-    ("any_positive", "(a > 0).any(-1)", [A]),
-    ("topk", "a.topk(2).values", [A]),
-    ("sort", "a.sort(-1).values", [A]),
-    # norms
-    ("layer_norm", "F.layer_norm(a, (8,), b, c)", [A, (8,), (8,)]),
-    ("rms_norm", "F.rms_norm(a, (8,), b)", [A, (8,)]),
-    ("group_norm", "F.group_norm(a, 2, b, c)", [(2, 4, 8, 8), (4,), (4,)]),
-    ("instance_norm", "F.instance_norm(a)", [IMG]),
-    ("batch_norm_train", "F.batch_norm(a, None, None, b, c, training=True)", [IMG, (3,), (3,)]),
-    ("batch_norm_eval", "F.batch_norm(a, b, c, d, e)", [IMG, (3,), (3,), (3,), (3,)]),
-    ("cosine_similarity", "F.cosine_similarity(a, b)", [A, A]),
-    ("normalize", "F.normalize(a)", [A]),
-    # losses
-    ("cross_entropy", "F.cross_entropy(a, i)", [A, ("i", (4,))]),
-    ("nll_loss", "F.nll_loss(a, i)", [A, ("i", (4,))]),
-    ("mse_loss", "F.mse_loss(a, b)", [A, A]),
-    ("l1_loss", "F.l1_loss(a, b)", [A, A]),
-    ("smooth_l1_loss", "F.smooth_l1_loss(a, b)", [A, A]),
-    ("huber_loss", "F.huber_loss(a, b)", [A, A]),
-    ("kl_div", "F.kl_div(a, b)", [A, A]),
-    ("binary_cross_entropy_with_logits", "F.binary_cross_entropy_with_logits(a, b)", [A, A]),
-    ("binary_cross_entropy", "F.binary_cross_entropy(a, b)", [A, A]),
-    ("hinge_embedding_loss", "F.hinge_embedding_loss(a, b)", [A, A]),
-    # activations
-    ("gelu", "F.gelu(a)", [A]),
-    ("gelu_tanh", "F.gelu(a, approximate='tanh')", [A]),
-    ("silu", "F.silu(a)", [A]),
-    ("softplus", "F.softplus(a)", [A]),
-    ("elu", "F.elu(a)", [A]),
-    ("selu", "F.selu(a)", [A]),
-    ("leaky_relu", "F.leaky_relu(a)", [A]),
-    ("logsigmoid", "F.logsigmoid(a)", [A]),
-    ("hardtanh", "F.hardtanh(a)", [A]),
-    ("mish", "F.mish(a)", [A]),
-    ("glu", "F.glu(a)", [A]),
-    ("dropout", "F.dropout(a, 0.5)", [A]),
-    # several arguments
-    ("add", "a + b", [A, A]),
-    ("sub", "a - b", [A, A]),
-    ("mul", "a * b", [A, A]),
-    ("div", "a / b", [A, A]),
-    ("remainder", "a % b", [A, A]),
-    ("maximum", "torch.maximum(a, b)", [A, A]),
-    ("greater", "a > b", [A, A]),
-    ("atan2", "torch.atan2(a, b)", [A, A]),
-    ("hypot", "torch.hypot(a, b)", [A, A]),
-    ("cross", "torch.linalg.cross(a, b)", [(4, 3), (4, 3)]),
-    ("addcmul", "torch.addcmul(a, b, c)", [A, A, A]),
-    ("addcdiv", "torch.addcdiv(a, b, c)", [A, A, A]),
-    ("lerp", "torch.lerp(a, b, 0.5)", [A, A]),
-    ("cat", "torch.cat([a, b])", [A, A]),
-    ("stack", "torch.stack([a, b])", [A, A]),
-    ("where", "torch.where(m, a, b)", [A, A, ("m", A)]),
-    ("masked_fill", "a.masked_fill(m, -1e4)", [A, ("m", A)]),
-    ("clamp", "a.clamp(-1, 1)", [A]),
-    ("scalar_tensor_mul", "a * b", [(), A]),
-    ("python_scalar_mul", "a * 2.0", [A]),
-    ("python_scalar_add", "a + 1", [A]),
-    ("int_tensor_mul", "a * i", [A, ("i", A)]),
-    ("embedding", "F.embedding(i, a)", [B, ("i", (4,))]),
-    ("gather", "a.gather(1, i)", [A, ("i", (4, 2))]),
-    ("index_select", "a[i]", [B, ("i", (4,))]),
-    ("index_put", "a.clone().index_put((i,), b)", [B, (4, 8), ("i", (4,))]),
-    ("scatter_add", "a.clone().scatter_add(0, i, b)", [A, A, ("i", A)]),
-    ("one_hot", "F.one_hot(i, 4)", [("i", (4,))]),
-    ("cdist", "torch.cdist(a, b)", [A, A]),
-    # shapes
-    ("reshape", "a.reshape(8, 4)", [A]),
-    ("transpose", "a.mT", [A]),
-    ("pad", "F.pad(a, (1, 1))", [A]),
-    ("roll", "a.roll(1)", [A]),
-    ("max_pool2d", "F.max_pool2d(a, 2)", [IMG]),
-    ("avg_pool2d", "F.avg_pool2d(a, 2)", [IMG]),
-    ("interpolate_nearest", "F.interpolate(a, scale_factor=2)", [IMG]),
-    ("interpolate_bilinear", "F.interpolate(a, scale_factor=2, mode='bilinear')", [IMG]),
-    ("tril", "a.tril()", [SQ]),
-]
+FILE = pathlib.Path(__file__).with_name("torch_autocast.json")
 
 
 class autocast:
@@ -341,7 +204,7 @@ def record_model(name):
 
 def check():
     """Whether CUDA's autocast acts on fake tensors at all, and none of it outside."""
-    a, b = torch.empty(A), torch.empty(B)
+    a, b = torch.empty(4, 8), torch.empty(8, 8)
     assert F.linear(a, b).dtype == torch.float32
     with autocast(torch.float16):
         y = F.linear(a, b)
@@ -352,7 +215,7 @@ def check():
 def main():
     with FakeTensorMode(), torch.device("cuda"):
         check()
-        ops = [record_op(*op) for op in OPS]
+        ops = [record_op(op["name"], op["torch"], op["shapes"]) for op in json.loads(FILE.read_text())["ops"]]
     record = {
         "source": {
             "package": "torch",
@@ -365,7 +228,7 @@ def main():
         "models": {name: record_model(name) for name in MODELS},
     }
     text = json.dumps(record, separators=(",", ":")).replace('{"name"', '\n{"name"')
-    pathlib.Path(__file__).with_name("torch_autocast.json").write_text(text + "\n")
+    FILE.write_text(text + "\n")
 
 
 if __name__ == "__main__":

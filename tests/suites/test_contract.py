@@ -226,24 +226,6 @@ def test_a_saved_state_goes_on_bit_for_bit(through, tmp_path):
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize("name", ["mixed_precision-keep_fp32", "clip_by_global_norm", "ema_params", "reduce_gradients"])
-def test_pmap_replication(name):
-    """`flax.jax_utils.replicate` and pmap: the same as on one device, and the same on all."""
-    c = case(name)
-    devices = jax.devices()[:2]
-    good, bad, state, params = flax.jax_utils.replicate((c.good, c.bad, c.state, c.params), devices)
-    update = jax.pmap(c.tx.update, axis_name="data", devices=devices)
-    expected_state = c.state
-    for grads, single in ((good, c.good), (bad, c.bad), (good, c.good)):
-        updates, state = update(grads, state, params)
-        expected, expected_state = c.update(single, expected_state, c.params)
-    host = jax.tree.map(np.asarray, (updates, state))
-    first, second = (jax.tree.map(lambda x, i=i: x[i], host) for i in range(2))
-    assert_same_program(first, second)
-    assert_close(first, (expected, expected_state), rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.thorough(1)
 @each_part
 def test_nnx_optimizer(name):
     """`nnx.Optimizer` with an unknown keyword; a skipped step leaves the model alone."""
@@ -287,70 +269,12 @@ def test_types_are_stable_on_an_explicit_mesh(name, devices):
         assert types(after) == types((params, state))
 
 
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("name", ["mixed_precision-keep_fp32", "mixed_precision-fp32", "unscale_and_skip"])
-def test_state_can_be_donated_and_the_transform_used_again(name):
-    """Buffers are in the state once, and are the state's own: not the params', nor the transform's."""
-    part = PARTS[name]
-    tx = part.make()
-    step = jax.jit(functools.partial(jaxmp.apply_gradients, tx), donate_argnums=(1, 2))
-    for _ in range(2):
-        params32 = jax.tree.map(jnp.asarray, PARAMS32)
-        state, params = tx.init(params32), jax.tree.map(jnp.copy, params_for(part.policy))
-        grads = grads_for(params)
-        for _ in range(2):
-            params, state = step(grads, state, params)
-        assert int(jaxmp.get_metrics(state)["skipped_steps"]) == 0
-        assert not any(x.is_deleted() for x in jax.tree.leaves(params32))
-
-
 def test_an_optimizer_that_keeps_its_params_shares_no_buffer_with_the_masters():
     tx = jaxmp.mixed_precision(contrib.prodigy(), "bf16")
     state, params = tx.init(jax.tree.map(jnp.asarray, PARAMS32)), params_for("bf16")
     step = jax.jit(functools.partial(jaxmp.apply_gradients, tx), donate_argnums=(1,))
     _, state = step(grads_for(params), state, params)
     assert_close(optax.tree.get(state, "params0"), jax.tree.map(jnp.asarray, PARAMS32))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# hyperparameters that live in state
-
-
-def test_inject_hyperparams_inside():
-    """A learning rate that can be set in the state, and a schedule whose count does not move on a skip."""
-    injected = optax.inject_hyperparams(optax.sgd)(learning_rate=lambda count: 1.0 / (1.0 + count))
-    tx = jaxmp.mixed_precision(injected, "fp16", loss_scale=2.0)
-    params = {"w": jnp.array([4.0], jnp.float16)}
-    state = tx.init(params)
-    good, bad = {"w": jnp.array([2.0], jnp.float16)}, {"w": jnp.array([jnp.nan], jnp.float16)}
-    rates = []
-    for grads in (good, bad, good):
-        params, state = jaxmp.apply_gradients(tx, grads, state, params)
-        rates.append(float(state.optimizer_state.hyperparams["learning_rate"]))
-    assert rates == [1.0, 1.0, 0.5]
-    assert_close(params, {"w": jnp.array([2.5], jnp.float16)})
-    assert int(state.optimizer_state.count) == 2
-
-
-def test_inject_hyperparams_around():
-    """A factory of the user that makes the whole `mixed_precision`: numbers pass as traced arrays, by `tx.update`."""
-    tx = optax.inject_hyperparams(lambda learning_rate: jaxmp.mixed_precision(optax.sgd(learning_rate), "bf16"))(
-        learning_rate=1.0
-    )
-    params = {"w": jnp.array([4.0], jnp.bfloat16)}
-    state = tx.init(params)
-    with pytest.raises(ValueError, match="InjectStatefulHyperparamsState.*goes inside"):
-        jaxmp.apply_gradients(tx, params, state, params)
-
-    @jax.jit
-    def step(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params, state = step({"w": jnp.array([1.0], jnp.bfloat16)}, state, params)
-    state.hyperparams["learning_rate"] = jnp.float32(0.5)
-    params, state = step({"w": jnp.array([1.0], jnp.bfloat16)}, state, params)
-    assert_close(params, {"w": jnp.array([2.5], jnp.bfloat16)})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

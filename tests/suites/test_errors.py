@@ -10,9 +10,8 @@ import optax
 import pytest
 
 import jaxmp
-from helpers import assert_close, assert_exact, assert_moved, assert_same_program
+from helpers import assert_close, assert_exact, assert_same_program
 from jaxmp import DynamicLossScale
-from regimes import guarded
 
 POLICY = jaxmp.get_policy("fp16", keep_fp32=("*norm*",))
 PARAMS32 = {"dense": {"kernel": np.float32([[1.0, -2.0]])}, "norm": {"scale": np.float32([3.0])}}
@@ -93,22 +92,10 @@ DURING_A_RUN = {
         ValueError,
         (OTHER_DTYPES, "got float32 at dense/kernel"),
     ),
-    "another_16_bit_dtype": (
-        lambda run: update(run, params=jaxmp.get_policy("bf16").cast_to_param(PARAMS32)),
-        ValueError,
-        (OTHER_DTYPES, "got bfloat16 at dense/kernel", "float16"),
-    ),
     "a_kept_leaf_in_16_bits": (
         lambda run: update(run, params=jaxmp.get_policy("fp16").cast_to_param(PARAMS32)),
         ValueError,
         (OTHER_DTYPES, "got float16 at norm/scale, not float32", "policy.cast_to_param(params32)"),
-    ),
-    "16_bit_params_under_fp32": (
-        lambda run: jaxmp.mixed_precision(optax.sgd(1.0), "fp32").update(
-            run.grads, jaxmp.mixed_precision(optax.sgd(1.0), "fp32").init(run.params), run.params
-        ),
-        ValueError,
-        (OTHER_DTYPES, "got float16 at dense/kernel, not float32", "cast_to_param(params32)"),
     ),
     "a_gradient_is_missing": (
         lambda run: update(run, grads={"dense": run.grads["dense"]}),
@@ -124,11 +111,6 @@ DURING_A_RUN = {
         lambda run: run.tx.update(run.grads, run.state),
         ValueError,
         ("need the params", "tx.update(grads, opt_state, params)"),
-    ),
-    "unbound_axis": (
-        lambda run: mixed(axis_name="data").update(run.grads, run.state, run.params),
-        ValueError,
-        ("axis name 'data' is not bound here", "bound axes: none", "jax.shard_map", "leave axis_name out"),
     ),
     "shared_scale_needs_mixed_precision": (
         lambda run: jaxmp.shared_loss_scale().apply_gradients(
@@ -165,49 +147,7 @@ def test_donated_buffers_survive_an_error_at_trace_time():
     assert_close(params["norm"]["scale"], jnp.array([2.0]))
 
 
-NAN, INF = float("nan"), float("inf")
-
-# A rule, the numbers that break it, and what the message says.
-NUMBERS_OF_A_SCALE = [
-    ("hysteresis must be >= 1", {"hysteresis": 0}, "got 0"),
-    ("min_scale <= initial_scale <= max_scale", {"initial_scale": 1.0, "min_scale": 2.0}, "Move initial_scale"),
-    ("min_scale <= initial_scale <= max_scale", {"initial_scale": 8.0, "max_scale": 4.0}, "pass None"),
-    ("growth_factor must be > 1", {"growth_factor": 1.0}, "got 1.0"),
-    ("growth_factor must be > 1", {"growth_factor": NAN}, "got nan"),
-    ("backoff_factor", {"backoff_factor": 1.0}, "between 0 and 1"),
-    ("backoff_factor", {"backoff_factor": 0.0}, "got 0.0"),
-    ("growth_interval must be >= 1", {"growth_interval": 0}, "got 0"),
-    ("min_scale must be > 0", {"min_scale": 0.0}, "None"),
-    ("max_scale must be finite", {"max_scale": INF}, "None"),
-    ("initial_scale must be > 0", {"initial_scale": 0.0, "min_scale": None}, "got 0.0"),
-    ("initial_scale must be > 0", {"initial_scale": NAN}, "got nan"),
-    ("refill", {"refill": "never"}, "got 'never'"),
-]
-
-
-@pytest.mark.parametrize(("rule", "numbers", "says"), NUMBERS_OF_A_SCALE)
-def test_bad_numbers_of_a_loss_scale(rule, numbers, says):
-    with pytest.raises(ValueError) as caught:
-        DynamicLossScale(**numbers)
-    assert rule in str(caught.value) and says in str(caught.value)
-
-
 AT_THE_START = {
-    "preset": (lambda: DynamicLossScale.preset("torhc"), ValueError, ("a preset is one of", "'torch'", "torhc")),
-    "static-0": (lambda: mixed(loss_scale=0.0), ValueError, ("static loss scale must be positive", "got 0.0")),
-    "static-inf": (lambda: mixed(loss_scale=INF), ValueError, ("positive and finite", "got inf")),
-    "static-nan": (lambda: mixed(loss_scale=NAN), ValueError, ("positive and finite", "got nan")),
-    "scale_by_name": (
-        lambda: mixed(loss_scale="megatron"),
-        ValueError,
-        ('"auto", None, a number or a loss-scale object', "got 'megatron'", 'DynamicLossScale.preset("megatron")'),
-    ),
-    "scale_without_protocol": (lambda: mixed(loss_scale=object()), TypeError, ("jmp's protocol", "lacks .loss_scale")),
-    "scale_is_a_class": (
-        lambda: mixed(loss_scale=DynamicLossScale),
-        TypeError,
-        ("a number or an object", "a class: pass an instance of it"),
-    ),
     "scale_is_a_bool": (lambda: mixed(loss_scale=True), TypeError, ("a number or an object", "got True")),
     "dynamic_without_skipping": (
         lambda: jaxmp.mixed_precision(optax.sgd(1.0), "fp16", skip_nonfinite=False),
@@ -218,11 +158,6 @@ AT_THE_START = {
         lambda: jaxmp.unscale_and_skip(optax.sgd(1.0), DynamicLossScale(), skip_nonfinite=False),
         ValueError,
         ("a dynamic loss scale must skip overflows",),
-    ),
-    "unknown_policy": (
-        lambda: jaxmp.mixed_precision(optax.sgd(1.0), "fp17"),
-        ValueError,
-        ("a policy must be one of 'fp32', 'tf32', 'fp16', 'bf16'", "'fp17'", "params=float32"),
     ),
     "policy_is_a_dtype": (
         lambda: jaxmp.mixed_precision(optax.sgd(1.0), jnp.float16),
@@ -235,7 +170,6 @@ AT_THE_START = {
         ("inner must be an optax.GradientTransformation", "optax.adamw(1e-3)", "got function"),
     ),
     "swapped_arguments": (lambda: jaxmp.mixed_precision("fp16", optax.sgd(1.0)), TypeError, ("a policy must be",)),
-    "negative_norm": (lambda: jaxmp.clip_by_global_norm(-1.0), ValueError, ("max_norm must be >= 0", "got -1.0")),
     "shared_scale_of_nothing": (lambda: jaxmp.shared_loss_scale("torch"), TypeError, ("loss_scale must be", "'torch'")),
 }
 
@@ -247,17 +181,6 @@ def test_bad_input_at_the_start(name):
         make()
     for words in says:
         assert words in str(caught.value)
-
-
-def test_traced_numbers_are_not_validated():
-    """Only Python numbers are: a sweep over hyperparameters under vmap passes."""
-
-    def scale_after_overflow(growth_factor, initial_scale):
-        scaler = DynamicLossScale(initial_scale, growth_factor=growth_factor, growth_interval=1, min_scale=None)
-        return scaler.adjust(True).loss_scale
-
-    scales = jax.jit(jax.vmap(scale_after_overflow))(np.float32([2.0, 4.0]), np.float32([8.0, 16.0]))
-    assert_exact(scales, jnp.array([16.0, 64.0]))
 
 
 @pytest.mark.parametrize("policy", ["fp16", "params=float32,compute=float16,output=float32"])
@@ -281,27 +204,19 @@ def test_other_policies_do_not_warn(policy, loss_scale):
     assert_exact(jaxmp.get_metrics(tx.init({"w": jnp.ones(1)}))["unscaled_fp16"], jnp.array(False))
 
 
-def test_a_run_that_only_skips_is_reported_and_stopped_and_nothing_is_lost():
-    """flax goes to 1e-38 in silence; here the scale stays at the floor, and the run can go on from where it was."""
+def test_a_run_that_only_skips_is_told_what_to_try():
+    """flax goes to 1e-38 in silence; here the scale stays at the floor."""
     run = start(loss_scale=DynamicLossScale(2.0, hysteresis=1, min_scale=1.0))
     params, state = run.params, run.state
     bad = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), params)
     for _ in range(3):
         params, state = jaxmp.apply_gradients(run.tx, bad, state, params)
-    assert_close(jaxmp.get_loss_scale(state), 1.0)
-    assert int(jaxmp.get_metrics(state)["pinned_overflows"]) == 2
     with pytest.warns(UserWarning) as caught:
         jaxmp.check_progress(state, max_consecutive_skips=4)
     for words in ("pinned at its floor, 1.0", "overflows could not lower it", "first_bad_op", "learning rate"):
         assert words in str(caught[0].message)
-    with pytest.raises(jaxmp.TrainingStuck, match="must stay above its floor; got 2 overflows in a row at 1.0"):
-        jaxmp.check_progress(state, max_pinned_overflows=2)
     with pytest.raises(jaxmp.TrainingStuck) as stuck:
         jaxmp.check_progress(state, max_consecutive_skips=3, max_pinned_overflows=9)
     for words in ("must not skip 3 steps in a row", "got 3", "loss scale at 1.0", "lower the learning rate"):
         assert words in str(stuck.value)
     assert isinstance(stuck.value, RuntimeError)
-    assert_moved((params, guarded(state)), (run.params, guarded(run.state)))
-    params, state = jaxmp.apply_gradients(run.tx, jax.tree.map(jnp.ones_like, params), state, params)
-    assert_close(params["norm"]["scale"], jnp.array([2.0]))
-    jaxmp.check_progress(state, max_pinned_overflows=1)

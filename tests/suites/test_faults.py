@@ -2,12 +2,10 @@
 
 import functools
 
-import jax
 import numpy as np
 import pytest
 
 import faults
-import regimes
 
 
 @pytest.mark.thorough(1)
@@ -57,8 +55,3 @@ WRONG = {
 def test_a_wrong_step_is_seen(name):
     change, message = WRONG[name]
     assert message in injured(change)
-
-
-def test_devices_that_differ_are_seen():
-    state = [{"a": np.float32([1.0])}, {"a": np.float32([2.0])}]
-    assert not regimes.alike(state) and jax.device_count() >= faults.DEVICES

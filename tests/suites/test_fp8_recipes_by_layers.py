@@ -134,11 +134,6 @@ PAIRS = [
 ] + [pytest.param(name, "linen DenseGeneral", marks=pytest.mark.thorough(0)) for name in RECIPES if name != "Block"]
 
 
-def test_autocast_refuses_a_recipe_with_state():
-    with pytest.raises(ValueError, match="must get a recipe without state"):
-        by_autocast(RECIPES["Delayed"], None)
-
-
 @pytest.mark.parametrize(("name", "way"), PAIRS)
 def test_values_and_gradients_are_those_of_numpy(name, way):
     recipe, (make, kernel_shape, _) = RECIPES[name], WAYS[way]

@@ -1,5 +1,6 @@
 """A zoo of models in fp8, of linen and nnx: which layers run in fp8, that their GEMMs do, and that every amax arrives.
 
+Stacks of layers are in test_amaxes_arrive.py and test_stacked_scales.py, convolutions in test_fp8_layers.py.
 Sides are odd on purpose. A warning is an error here, so nothing falls back in silence or aloud.
 """
 
@@ -56,19 +57,6 @@ class ViT(nn.Module):
         return nn.Dense(CLASSES, name="head")(jnp.mean(x, axis=1))
 
 
-class TiedAndScanned(nn.Module):
-    """The embedding is the output layer, too."""
-
-    @nn.compact
-    def __call__(self, words):
-        embed = nn.Embed(WORDS, WIDTH, name="embed")
-        stack = nn.scan(
-            lambda block, x, _: (block(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-        )
-        x, _ = stack(Block(name="blocks"), embed(words), None)
-        return embed.attend(x)
-
-
 class EinsumMoe(nn.Module):
     @nn.compact
     def __call__(self, words):
@@ -105,16 +93,6 @@ class RaggedMoe(nn.Module):
         rows, sizes, order = by_expert(x, gates)
         y = Experts(WIDTH, name="down")(nn.gelu(Experts(20, name="up")(rows, sizes)), sizes)
         return nn.Dense(WORDS, name="head")(x.at[order].add(y) * jnp.max(gates, axis=-1, keepdims=True))
-
-
-class ConvNet(nn.Module):
-    @nn.compact
-    def __call__(self, images):
-        x = nn.relu(nn.Conv(WIDTH, (3, 3), name="first")(images))
-        x = nn.relu(nn.Conv(20, (1, 1), strides=2, name="narrow")(x))
-        x = nn.relu(nn.Conv(20, (3, 3), name="middle")(x))
-        x = nn.relu(nn.Conv(WIDTH, (1, 1), name="wide")(x))
-        return nn.Dense(CLASSES, name="head")(jnp.mean(x, axis=(1, 2)))
 
 
 class Recurrent(nn.Module):
@@ -169,10 +147,8 @@ def of_block(name):
 GATES = [side + gate for side in "hi" for gate in "fgio"]
 LINEN = {
     "ViT": Entry(ViT(), IMAGES, of_block("block"), 18),
-    "tied and scanned": Entry(TiedAndScanned(), TEXT, of_block("blocks"), 18),
     "einsum MoE": Entry(EinsumMoe(), TEXT, ["down", "router", "up"], 9),
     "ragged MoE": Entry(RaggedMoe(), TEXT, ["down", "router", "up"], 9),
-    "ConvNet": Entry(ConvNet(), IMAGES, ["narrow", "wide"], 6),
     "LSTM": Entry(Recurrent(nn.LSTMCell), TEXT, [f"cell/{gate}" for gate in GATES], 24),
     "LSTM optimized": Entry(Recurrent(nn.OptimizedLSTMCell), TEXT, [f"cell/{gate}" for gate in GATES], 24),
     "LoRA": Entry(Lora(), TEXT, ["heads", "merge"], 6),
@@ -221,17 +197,6 @@ class NnxGpt(nnx.Module):
         return self.embed.attend(self.mlp(x + self.attention(x)))
 
 
-class NnxScanned(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
-        self.blocks = nnx.vmap(NnxMlp)(rngs.split(3))
-        self.head = nnx.Linear(WIDTH, WORDS, rngs=rngs)
-
-    def __call__(self, words):
-        run = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        return self.head(run(self.embed(words), self.blocks))
-
-
 class NnxRecurrent(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
@@ -257,29 +222,6 @@ class NnxExperts(nnx.Module):
         return self.head(self.inner(self.product(rows, self.kernel[...], sizes)))
 
 
-class NnxLora(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
-        self.heads = nnx.Einsum("btd,dhk->bthk", (WIDTH, HEADS, 7), rngs=rngs)
-        self.merge = nnx.LoRALinear(HEADS * 7, WIDTH, lora_rank=2, rngs=rngs)
-        self.head = nnx.Linear(WIDTH, WORDS, rngs=rngs)
-
-    def __call__(self, words):
-        x = self.heads(self.embed(words))
-        return self.head(self.merge(x.reshape(*x.shape[:2], -1)))
-
-
-class NnxOfOneExample(nnx.Module):
-    def __init__(self, rngs):
-        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = nnx.relu(layer(x))
-        return x
-
-
-MLP = ["down", "up"]
 NNX = {
     "GPT tied": Entry(
         NnxGpt,
@@ -287,11 +229,8 @@ NNX = {
         [f"attention/{part}" for part in ("key", "out", "query", "value")] + ["mlp/up"],  # down was set last
         15,
     ),
-    "scanned": Entry(NnxScanned, TEXT, [f"blocks/{part}" for part in MLP], 6),
     "GRU": Entry(NnxRecurrent, TEXT, ["rnn/cell/dense_h", "rnn/cell/dense_i"], 6),
     "ragged MoE": Entry(NnxExperts, TEXT, ["inner"], 6),
-    "LoRA": Entry(NnxLora, TEXT, ["heads", "merge"], 6),
-    "vmapped": Entry(NnxOfOneExample, SERIES[:, 0], ["layers/1", "layers/2"], 6),
 }
 
 
@@ -305,8 +244,7 @@ def test_nnx(name):
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params, x):
-        model = nnx.merge(graph, params, rest, copy=True)
-        y = nnx.vmap(lambda model, x: model(x), in_axes=(None, 0))(model, x) if name == "vmapped" else model(x)
+        y = nnx.merge(graph, params, rest, copy=True)(x)
         return jnp.mean(jnp.square(y.astype(jnp.float32)))
 
     check(jaxmp.value_and_grad(loss), nnx.to_pure_dict(params), x, gemms)

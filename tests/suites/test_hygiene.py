@@ -182,33 +182,6 @@ def fsdp(mesh, tree):
     return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), tree)
 
 
-def test_shardings_of_eight_devices_stay():
-    """Masters and moments are split as the params are, from `init` on; scalars are on every device."""
-    mesh = mesh_of(devices=8)
-    split, everywhere = NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P())
-    policy = make_policy("fp16")
-    tx = make_tx(policy)
-    params32 = fsdp(mesh, make_params(1))
-    params, opt_state = policy.cast_to_param(params32), tx.init(params32)
-    matrices = [x for x in jax.tree.leaves((params, opt_state)) if x.ndim == 2]
-    assert len(matrices) == 2 + 1 + 2 * 2  # params, master, moments
-    assert all(x.sharding.is_equivalent_to(split, 2) for x in matrices)
-
-    # under jit, values that depend on no input (zeros) go where out_shardings says, as with any optimizer
-    shardings = jax.tree.map(lambda x: split if x.ndim == 2 else everywhere, opt_state)
-    opt_state = jax.jit(tx.init, out_shardings=shardings)(params32)
-    assert jax.tree.map(lambda x: x.sharding, opt_state) == shardings
-
-    step = jax.jit(step_with(tx, "apply_gradients"))
-    state = (params, opt_state)
-    new = step(state, jnp.ones((8, SIDE)))
-    assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
-    for x in jax.tree.leaves(new):
-        assert x.sharding.is_equivalent_to(split if x.ndim == 2 else everywhere, x.ndim)
-    step(new, jnp.ones((8, SIDE)))
-    assert step._cache_size() == 1
-
-
 def test_weakly_typed_params_become_strong_at_the_cast_and_keep_their_sharding():
     """`jnp.full(shape, 1.0)` is weakly typed, the result of an update is not: the second call would compile again."""
     policy = make_policy("fp16")
@@ -264,23 +237,6 @@ def test_one_small_all_reduce_for_all_flags_however_many_leaves(how):
 def test_sharded_leaves_under_jit_share_one_all_reduce_of_flags():
     """Beside it the count of saturated params has a sum of its own, off the critical path."""
     assert sorted(operator for operator, _ in compile_update("jit_fsdp", 5)) == ["add", "maximum"]
-
-
-def test_the_user_s_own_reduction_is_joined_by_one():
-    policy = jaxmp.get_policy("fp16")
-    params32 = {f"w{i}": jnp.ones((4, 4)) for i in range(3)}
-    tx = jaxmp.mixed_precision(optax.sgd(1.0), policy)
-
-    def step(state, x):
-        params, opt_state = state
-        _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=opt_state)
-        return jaxmp.apply_gradients(tx, regimes.mean_in_float32(grads), opt_state, params)
-
-    spread = jax.shard_map(step, mesh=mesh_of(), in_specs=(P(), P(AXIS)), out_specs=P())
-    state = (policy.cast_to_param(params32), tx.init(params32))
-    all_reduces = reductions(jax.jit(spread).lower(state, jnp.ones((8, 4))).compile().as_text())
-    assert [operator for operator, _ in all_reduces].count("maximum") == 1
-    assert all("f16" not in shape for _, shape in all_reduces)  # gradients cross over in float32, before any decision
 
 
 def test_microbatches_of_a_sharded_batch_stay_on_their_devices():

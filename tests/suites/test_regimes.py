@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 import regimes
-from helpers import assert_close, assert_moved
 from regimes import AXIS, DEVICES, REGIMES, SAMPLE, make_job, trace_of
 
 FRAMEWORKS, DTYPES = ("plain", "linen", "nnx", "fused"), ("fp16", "bf16")
@@ -87,58 +86,3 @@ def test_devices_that_share_no_gradients_still_decide_together(spread):
     assert skipped == [[False], [True], [True], [False], [False]]
     assert scales == [[4.0], [2.0], [1.0], [1.0], [2.0]]
     assert moved == [[not s[0]] * DEVICES for s in skipped]
-
-
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_sharded_masters_in_shard_map_skip_on_every_shard(check_vma):
-    """ZeRO by hand: each device holds, gathers and updates its rows; the overflow is in the gradient of one row."""
-    mesh = regimes.mesh_of()
-    policy = jaxmp.get_policy("fp16")
-    tx = jaxmp.mixed_precision(optax.adam(0.1), policy, loss_scale=jaxmp.DynamicLossScale(2.0**10, hysteresis=1))
-    params32 = {"w": jnp.ones((DEVICES * 2, 3))}
-    params, opt_state = policy.cast_to_param(params32), tx.init(params32)
-    specs = (jax.tree.map(regimes.fsdp_spec, params), jax.tree.map(regimes.fsdp_spec, opt_state))
-
-    def step(params, opt_state, x):  # x [2, rows]: this device's examples
-        def loss_fn(shard):
-            w = jax.lax.all_gather(shard["w"], AXIS, tiled=True)  # transposed: a reduce-scatter of the gradients
-            return jnp.mean((x.astype(jnp.float16) @ w).astype(jnp.float32))
-
-        _, grads = jaxmp.value_and_grad(loss_fn)(params, opt_state=opt_state)
-        finite_here = jnp.all(jnp.isfinite(grads["w"]))
-        return *jaxmp.apply_gradients(tx, grads, opt_state, params), finite_here[None]
-
-    step = jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=(*specs, P(AXIS)), out_specs=(*specs, P(AXIS)), check_vma=check_vma)
-    )
-    x = np.ones((DEVICES * 2, DEVICES * 2), np.float32)
-    x[0, 5] = 2000.0  # 2000 * 1024 / 6 is beyond float16, in row 5 only: the third device's
-    before = (params, opt_state)
-    params, opt_state, finite_here = step(params, opt_state, x)
-    assert finite_here.tolist() == [True, True, False, True]
-    assert_moved(params, before[0])
-    assert_moved(regimes.guarded(opt_state), regimes.guarded(before[1]))
-    assert all(s.data.item() == 512.0 for s in jaxmp.get_loss_scale(opt_state).addressable_shards)
-    params, opt_state, finite_here = step(params, opt_state, np.ones_like(x))
-    assert finite_here.tolist() == [True] * DEVICES
-    # Adam's first step: -lr everywhere
-    assert_close(params, {"w": np.full((DEVICES * 2, 3), 0.9, np.float16)}, atol=2.0**-11)
-
-
-@pytest.mark.thorough(1)
-@pytest.mark.parametrize("spread", ["pmap", "shard_map"])
-def test_axis_name_none_would_let_devices_diverge_and_is_an_error(spread):
-    tx = jaxmp.mixed_precision(optax.sgd(1.0), "fp16", loss_scale=4.0, axis_name=None)
-    params = jnp.ones((DEVICES, 2), jnp.float16)
-
-    def step(params):
-        return jaxmp.apply_gradients(tx, jax.tree.map(jnp.copy, params), tx.init(params), params)[0]
-
-    over_devices = jax.pmap(step, AXIS, devices=jax.devices()[:DEVICES])
-    if spread == "shard_map":
-        over_devices = jax.shard_map(step, mesh=regimes.mesh_of(), in_specs=P(AXIS), out_specs=P(AXIS))
-    message = r"axis_name=None is for no bound axes; \('data',\) are bound, so devices would diverge"
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(over_devices, params)
-    assert_close(jax.jit(step)(params), np.full((DEVICES, 2), 0.75, np.float16))  # without such axes it is what it says

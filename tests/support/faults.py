@@ -7,7 +7,7 @@ batch: one uninjured, its *twin*, and one in which a gradient of one device hold
 of its dtype or another huge one (1e3 to 3e38) at a random place. What must hold
 (the numbers are those of the design's invariants):
 
-1.  All devices take the same decision and have the same scale; the scale moved by the rule, worked out here in Python.
+1.  All devices take the same decision and have the same scale; the scale moved by the rule of `step_oracle`.
 2.  inf and NaN skip, and so does a gradient that is 2^48 or more when it is reduced and unscaled: params, masters,
     moments, counts and amax histories are bit for bit those before the step. A smaller number does what the twin does:
     everything but the number's own place is bit for bit the twin's, for one compiled step took both. (After some faults
@@ -36,14 +36,14 @@ import regimes
 from fp8_model import matmul, scale_leaves
 from jaxmp import fsdp
 from regimes import DEVICES, alike, guarded, unchanged
+from step_oracle import TOO_LARGE, ScaleRule, next_scale
 
 WIDTH, ROWS = 16, 64  # 16 rows on each device: the least that an fp8 GEMM takes
 RECIPE = jaxmp.fp8.DelayedScaling(amax_history_len=3)
-SCALE = {"growth_interval": 3, "hysteresis": 2, "min_scale": 4.0, "max_scale": 2.0**14}
+SCALE = ScaleRule(growth_interval=3, hysteresis=2, min_scale=4.0, max_scale=2.0**14)
 ANEW = 40  # faults that add up
 KINDS = ("inf", "-inf", "nan", "largest", "huge")
 RATE = 1e-3
-TOO_LARGE = 2.0**48  # no step is taken on such a gradient
 FARTHEST = 4 * RATE  # Adam moves a weight by at most (1 - b1) / sqrt(1 - b2) = 3.2 times its rate
 PRECISIONS = {"fp16": ("fp16", False), "bf16": ("bf16", False), "fp8": ("fp8", True), "fp16+fp8": ("fp16", True)}
 MESH = regimes.mesh_of()
@@ -97,7 +97,7 @@ def make_world(regime_name: str, precision: str) -> World:
     name, in_fp8 = PRECISIONS[precision]
     policy = jaxmp.get_policy(name, keep_fp32=("norm",))
     params32 = _params(in_fp8)
-    scale = jaxmp.DynamicLossScale(2.0**10, **SCALE) if name == "fp16" else None
+    scale = jaxmp.DynamicLossScale(2.0**10, **SCALE._asdict()) if name == "fp16" else None
     recipe = RECIPE if in_fp8 else None
     tx = jaxmp.mixed_precision(optax.adam(RATE), policy, loss_scale=scale, recipe=recipe)
     is_fsdp = regime_name == "shard_map_fsdp"
@@ -185,20 +185,6 @@ def batch_of(rng: np.random.Generator, fault: Fault | None, limits: list[float])
     return batch | {"fault": {"leaf": leaf, "place": place, "value": value}}
 
 
-def expected_scaling(before: dict[str, Any], skipped: bool) -> tuple[float, int, int]:
-    """(scale, growth count, hysteresis left) after a step, by the documented rule."""
-    scale, count, left = (float(before["loss_scale"]), int(before["growth_count"]), int(before["hysteresis_left"]))
-    if skipped:
-        left -= 1
-        if left <= 0:
-            scale = max(scale * 0.5, SCALE["min_scale"])
-        return scale, 0, max(left, 0)
-    count += 1
-    if count == SCALE["growth_interval"]:
-        return min(scale * 2.0, SCALE["max_scale"]), 0, SCALE["hysteresis"]
-    return scale, count, left
-
-
 def check(world: World, before: Any, twin: Any, after: Any, fault: Fault) -> None:
     """Raises AssertionError, with the invariant's number, where a step with a fault did what it must not."""
     is_scale = _is_scale(world.names[fault.leaf])
@@ -210,9 +196,12 @@ def check(world: World, before: Any, twin: Any, after: Any, fault: Fault) -> Non
     assert bool(metrics["skipped"]) == skip, f"1: skipped is {metrics['skipped']} for {fault.kind}"
     assert metrics["skipped_steps"] == old_metrics["skipped_steps"] + skip, "1: the count of skips"
     if world.has_scale:
-        got = (float(metrics["loss_scale"]), int(metrics["growth_count"]), int(metrics["hysteresis_left"]))
-        assert got == expected_scaling(old_metrics, skip), f"1: the scale's state is {got}"
-        assert SCALE["min_scale"] <= got[0] <= SCALE["max_scale"], "3: the scale is out of bounds"
+        old_scale, got = (
+            tuple(m[name].item() for name in ("loss_scale", "growth_count", "hysteresis_left"))
+            for m in (old_metrics, metrics)
+        )
+        assert got == next_scale(SCALE, *old_scale, finite=not skip), f"1: the scale's state is {got}"
+        assert SCALE.min_scale <= got[0] <= SCALE.max_scale, "3: the scale is out of bounds"
     else:
         assert metrics["loss_scale"] == 1.0, "1: a scale where there is none"
     kept = lambda state: (state[0], guarded(state[1]))  # noqa: E731

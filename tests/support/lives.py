@@ -1,6 +1,6 @@
 """A job of several lives: each is spread over other devices in another way, and goes on from what the last one saved.
 
-    lives.live(way, devices, directory, kind, steps) -> the step that was restored, and what is compared at the end
+    lives.live(way, devices, directory, kind, steps) -> the step that was restored, what it held, and what was saved
 
 All ways train the same steps: the batch of a step follows from its number, and each way takes the mean over all rows.
 As a program it is one of the processes of a life that several of them share; steps lie in `folder/steps`. With `dies`,
@@ -23,6 +23,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
+import helpers
 import jaxmp
 
 AXIS, ROWS, BAD_STEP = "data", 24, 5
@@ -79,8 +80,8 @@ def step_of(tx: Any, loss_fn: Any = loss_fn, reduce: Any = lambda grads: grads) 
 
 
 def live(
-    way: str, devices: int, directory: Any, kind: str, steps: int, in_save: Callable[[], None] = lambda: None
-) -> tuple[int, dict[str, Any]]:
+    way: str, devices: int, directory: Any, kind: str, steps: int, in_save: Callable[..., None] = lambda *_: None
+) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Trains so many steps from the newest step on, or from the start, and saves the last one."""
     mesh = jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
     params32, layout = params_of(), None
@@ -122,6 +123,7 @@ def live(
         restored = -1
         if manager.latest_step() is not None:
             restored, params, opt_state, *_ = jaxmp.checkpoint.restore(manager, tx, params=params, layout=layout)
+        before = compared(params, opt_state, layout)
         if way == "pmap":
             copies = functools.partial(flax.jax_utils.replicate, devices=jax.devices()[:devices])
             params, opt_state = copies(jax.tree.map(np.asarray, (params, opt_state)))
@@ -129,9 +131,10 @@ def live(
             params, opt_state = step(params, opt_state, place(batch_of(number)))
         if way == "pmap":
             params, opt_state = jax.tree.map(lambda x: np.asarray(x[0]), (params, opt_state))
+        life = restored, before, compared(params, opt_state, layout)
         jaxmp.checkpoint.save(manager, number, params=params, opt_state=opt_state, layout=layout)
-        in_save()
-    return restored, compared(params, opt_state, layout)
+        in_save(*life)
+    return life
 
 
 def compared(params: Any, opt_state: Any, layout: Any) -> dict[str, Any]:
@@ -157,12 +160,13 @@ def main(rank: int, processes: int, port: int, folder: str, kind: str, steps: in
     timeout = {"heartbeat_timeout_seconds": 20} if dies else {}  # 100 is the default
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=processes, process_id=rank, **timeout)
 
-    def in_save() -> None:
+    def in_save(restored: int, before: Any, after: Any) -> None:
+        of_before, of_after = map(helpers.digest, (before, after))
+        print(f"restored {restored} {of_before}; saved {restored + steps} {of_after}", flush=True)
         if dies and rank == processes - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    restored, _ = live("fsdp", jax.device_count(), pathlib.Path(folder) / "steps", kind, steps, in_save)
-    print(f"restored {restored}", flush=True)
+    live("fsdp", jax.device_count(), pathlib.Path(folder) / "steps", kind, steps, in_save)
     jax.distributed.shutdown()
 
 

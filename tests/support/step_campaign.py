@@ -94,7 +94,6 @@ WORLDS = (
     ("explicit", "fp32", "lion"),
     ("explicit", "fp16", "adam"),
 )
-SAMPLE = (2, 5, 8, 13, 14, 16, 20, 21)  # of WORLDS: each regime but one, each precision, each rule
 
 
 def initial_params() -> dict[str, Any]:
