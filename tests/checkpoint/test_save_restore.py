@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import corruption
 import jaxmp
 from fp8_model import model_loss, model_params
-from helpers import ROOT, assert_moved, assert_same_program, compiled_quickly
+from helpers import ROOT, assert_close, assert_moved, assert_same_program, compiled_quickly
 from jaxmp import checkpoint
 
 ADAM = optax.adamw(1e-2, eps=1e-3)
@@ -426,6 +426,23 @@ def test_a_fresh_param_has_no_state_of_before(tmp_path):
     other = params | {"h": jnp.ones((4, 7), jnp.bfloat16)}
     result = restored(tmp_path, tx, other, fresh="h")
     assert_moved(rows(result.opt_state), {"h": rows(init(other))["h"], "deep": rows(old)["deep"]})
+
+
+@pytest.mark.parametrize("debias", [True, False])
+def test_the_average_of_a_fresh_param_begins_as_the_param(debias, tmp_path):
+    """All leaves share the weight of an average; with zeros, that of a new head would be near zero for long."""
+    tx = jaxmp.mixed_precision(optax.chain(optax.sgd(0.5), jaxmp.ema_params(0.75, debias=debias)), "bf16")
+    params = {"w": jnp.ones(2, jnp.bfloat16), "head": jnp.ones(2, jnp.bfloat16)}
+    opt_state = tx.init(params)
+    for _ in range(3):
+        params, opt_state = jaxmp.apply_gradients(tx, jax.tree.map(jnp.ones_like, params), opt_state, params)
+    saved(tmp_path, params, opt_state)
+    _, params, opt_state, *_ = restored(tmp_path, tx, params | {"head": jnp.full(3, 2, jnp.bfloat16)}, fresh="head")
+    assert_close(jaxmp.get_ema_params(opt_state, params)["head"], np.full(3, 2.0, np.float32))
+    params, opt_state = jaxmp.apply_gradients(tx, jax.tree.map(jnp.ones_like, params), opt_state, params)
+    weight = 1 - 0.75**3 if debias else 1
+    average = (0.75 * weight * 2.0 + 0.25 * 1.5) / (0.75 * weight + 0.25)
+    assert_close(jaxmp.get_ema_params(opt_state, params)["head"], np.full(3, average, np.float32))
 
 
 def test_a_loss_scale_of_another_kind_is_an_error(tmp_path):

@@ -256,11 +256,13 @@ def restore(
         if not refused.endswith(_FREEZE):
             refused += ". Restore with the optimizer that saved, then call jaxmp.checkpoint.convert"
         raise ValueError(f"a checkpoint must be of this model and this optimizer; {refused}.")
-    if tx is not None and any(names[0] == "params" for names in missing):
+    owner: dict[_Names, _Names] = {}  # the param that a leaf of the optimizer's state belongs to
+    if tx is not None and missing:
+        by_path = {path: names for names, path in _paths("params", described).items()}
+        places = {n: shardings.owner_of(path, by_path) for n, path in _paths("opt_state", like["opt_state"]).items()}
+        owner = {n: by_path[path] for n, path in places.items() if path is not None}
         # A param that starts fresh has no state of before, also where a shape is the same by chance.
-        owners = {path: names for names, path in _paths("params", described).items()}
-        owner = {n: shardings.owner_of(path, owners) for n, path in _paths("opt_state", like["opt_state"]).items()}
-        missing += [n for n, path in owner.items() if path is not None and owners[path] in missing and n not in missing]
+        missing += [n for n, param in owner.items() if param in missing and n not in missing]
 
     # The arrays, with the shardings that are wanted; what has none passes through NumPy, and stays free to move.
     taken = {names: _how(ocp, wanted[names], raw[names]) for names in saved if names in wanted and names not in missing}
@@ -282,6 +284,13 @@ def restore(
         )
         with warnings.catch_warnings(action="ignore"):
             state = tree_paths.leaves_by_names({"opt_state": jax.jit(tx.init)(begun)})
+        begun = tree_paths.leaves_by_names({"params": begun})
+        for n in owner.keys() & missing & state.keys():
+            if "ema_params" in n and jnp.issubdtype(state[n].dtype, jnp.floating):
+                # All leaves share the weight of an average, and it goes on: a fresh average is a param of this weight.
+                weight = np.asarray({**state, **values}[(*n[: n.index("ema_params")], "ema_weight")])
+                start = begun[owner[n]].astype(jnp.float32)
+                state[n] = start * np.expand_dims(weight, tuple(range(weight.ndim, start.ndim)))
         values |= {n: jax.device_put(state[n], wanted[n].sharding) for n in missing if n in state}
     trees = tree_paths.filled(like, values)
     leaves, treedef = jax.tree.flatten((trees.pop("params"), trees.pop("opt_state", None)))
