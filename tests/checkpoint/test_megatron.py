@@ -150,7 +150,7 @@ def test_what_megatron_has_not_is_named():
     params32 = jax.tree.map(jnp.asarray, arrays(0))
     state = without_scaler()
     state["fp32_from_fp16_params"] = [state["fp32_from_fp16_params"][0], []]
-    with pytest.warns(UserWarning, match="Megatron's optimizer has no c: they start as tx.init"):
+    with pytest.warns(UserWarning, match="Megatron's optimizer has no master of c: the values are those of params"):
         params, opt_state = import_megatron(state, tx, policy.cast_to_param(params32), groups=GROUPS)
     assert_moved(params["c"], params32["c"])
     assert_moved(jaxmp.get_master_params(opt_state, params)["c"], params32["c"])

@@ -133,6 +133,17 @@ def test_an_average_is_read_whichever_part_is_on_the_host(what):
         assert_exact(read(opt_state, params), {"w": jnp.full(4, 0.5)})
 
 
+@pytest.mark.parametrize("jitted", [True, False])
+def test_statistics_of_masters_on_the_host_are_those_on_the_device(jitted):
+    tx = streamed_chain("bf16")
+    params32 = make_params()
+    opt_state, params = tx.init(params32), jaxmp.get_policy("bf16").cast_to_param(params32)
+    stats_of = jax.jit(jaxmp.monitor.step_stats) if jitted else jaxmp.monitor.step_stats
+    expected, got = (stats_of(params, state, params) for state in (opt_state, jaxmp.offload.put(opt_state)))
+    assert expected.stale_masters and not got.stale_masters  # these would copy the masters in every step
+    assert_moved(got, expected._replace(stale_masters={}))
+
+
 @pytest.mark.parametrize("what", ["masters", pytest.param("moments", marks=pytest.mark.thorough(0))])
 def test_one_part_of_the_state_alone(what):
     tx = jaxmp.mixed_precision(offload.stream_updates(optax.sgd(0.5, momentum=0.9)), "bf16")

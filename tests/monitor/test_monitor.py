@@ -134,6 +134,19 @@ def test_probes_are_spread_over_rows_and_columns():
     assert probes.shape[0] <= 256 and len(np.unique(probes % 256)) > 200 and len(np.unique(probes // 256)) > 200
 
 
+@pytest.mark.parametrize("when", [True, np.True_])
+def test_probes_of_a_split_param_come_from_all_parts(when):
+    """They are the same on all devices, as every other statistic: the whole result has one out_spec."""
+    w = np.arange(1, 4 * 512 + 1, dtype=np.float32).reshape(4, 512)
+
+    def step(w, when):
+        return jaxmp.monitor.step_stats({}, (), {"w": w}, when=when, histogram=False)
+
+    spread = jax.shard_map(step, mesh=mesh_of(), in_specs=(P(AXIS), P()), out_specs=P())
+    probes = np.asarray(jax.jit(spread)(w, jnp.asarray(when)).probes["w"])
+    assert set((probes - 1) // 512) == {0, 1, 2, 3} and set(probes) < set(w.ravel()) and len(set(probes)) > 100
+
+
 @jax.jit
 def stats_of(w):
     return jaxmp.monitor.step_stats({"w": jnp.ones(4)}, (), {"w": w}, histogram=False)

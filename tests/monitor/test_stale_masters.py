@@ -60,10 +60,7 @@ def compiled(how):
     cut = lambda tree: jax.tree.map(lambda x: P(AXIS) if jnp.ndim(x) == 2 else P(), tree)  # noqa: E731
     specs = (cut(start()[0]), cut(start()[1]), P()) if how == "parts" else P()
 
-    def step(params, opt_state, i):
-        return stats_of(params, opt_state, i)._replace(probes={})
-
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+    mapped = jax.shard_map(stats_of, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
     return jax.jit(mapped)
 
 

@@ -116,9 +116,13 @@ def set_loss_scale(opt_state: Any, loss_scale: Any) -> Any:
       >>> jaxmp.get_loss_scale(set_loss_scale(opt_state, 1024.0))
       Array(1024., dtype=float32)
     """
-    is_number = not isinstance(loss_scale, dynamic.DynamicLossScale)
     old = _only(opt_state)
-    new = old._replace(loss_scale=jnp.float32(loss_scale)) if is_number else states.scaling_state(loss_scale)
+    if isinstance(loss_scale, dynamic.DynamicLossScale):
+        new = states.scaling_state(loss_scale)
+    elif jnp.shape(loss_scale) and jnp.shape(loss_scale) != jnp.shape(old.loss_scale):
+        raise ValueError(f"a loss scale must be one number; got the shape {jnp.shape(loss_scale)}.")
+    else:
+        new = old._replace(loss_scale=jnp.asarray(loss_scale, jnp.float32))
     protocol.check_positive(new.loss_scale)
 
     def replaced(x: Any) -> Any:

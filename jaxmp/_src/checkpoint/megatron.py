@@ -110,10 +110,11 @@ def import_megatron(
     full = tree_paths.map_with_path(lambda path, x: weights.get(path, x), params)
     opt_state, halves = convert.split_exactly(tx.init(full), weights)
     opt_state = states.map_steps(lambda step: step._replace(optimizer_state=filled(step.optimizer_state)), opt_state)
-    stay = [path for path in order if path not in weights]
-    stay += ["averages (ema_params)"] if states.find(opt_state, states.EmaParamsState) else []
-    if stay:
-        warn("megatron-import", f"Megatron's optimizer has no {', '.join(stay[:4])}: they start as tx.init makes them.")
+    if own := [path for path in order if path not in weights]:
+        names = ", ".join(own[:4]) + (" and more" if own[4:] else "")
+        warn("megatron-import", f"Megatron's optimizer has no master of {names}: the values are those of params.")
+    if states.find(opt_state, states.EmaParamsState):
+        warn("megatron-import", "Megatron's optimizer has no averages (ema_params): they start as tx.init makes them.")
     scale, old = state_dict.get("grad_scaler"), states.find(opt_state, states.LossScaleState)
     moves = len(old) == 1 and type(old[0]) is states.LossScaleState
     if scale and not moves:

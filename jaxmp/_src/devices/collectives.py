@@ -110,6 +110,15 @@ def max_over(x: Float[Array, "..."], axes: tuple[str, ...]) -> Float[Array, "...
     return lax.pmax(compat.as_varying(x, axes), axes) if axes else x
 
 
+def of_all_parts(x: Float[Array, "n"]) -> Float[Array, "n"]:
+    """n numbers that are the same on all devices: each device gives every k-th of its own, where jax says it varies."""
+    axes = tuple(compat.varying_axes(x))
+    if not axes:
+        return x
+    turn = jnp.arange(x.size) % math.prod(map(lax.axis_size, axes))
+    return sum_over(jnp.where(turn == lax.axis_index(axes), x, 0), axes)
+
+
 def mean_over(tree: PyTree, axes: tuple[str, ...], *, dtype: Any = jnp.float32, predivide: float = 1.0) -> PyTree:
     """The mean of float leaves over `axes`, in `dtype` (None: the leaf's own): sum(x / predivide) * (predivide / n)."""
     size = math.prod(map(lax.axis_size, axes))

@@ -63,8 +63,7 @@ class StepStats(NamedTuple):
       activations: the statistics of `watch_activations`, or None.
       fp8: statistics of the fp8 tensors with delayed scaling.
       probes: path -> float32[up to 256], some values of each param in float32, except of frozen params in 16 or 8 bits.
-        If shard_map splits the params, each device returns values of its own part: give `probes` an out_spec with that
-        axis, not P().
+        If shard_map splits the params, they come from all parts; with `check_vma=False`, from those of one device.
       loss_scale: float32[], the scale of `grads`.
       stale_masters: path -> float32[], the share of up to 256 values of a 16-bit param that are not its float32 master,
         rounded; in every step, sampled or not. Masters that are split or in host memory are left out.
@@ -153,7 +152,7 @@ def step_stats(
     measure = functools.partial(tensor_stats.measure, histogram=histogram, axis_name=axis_name)
 
     def make() -> StepStats:
-        params32 = states.get_master_params(opt_state, params)
+        params32 = host_memory.to_device(states.get_master_params(opt_state, params))
         in_16_bits = {path for path, x in tensor_stats.float_leaves(params) if casting.is_low_precision(x.dtype)}
         masters = tree_paths.leaves_by_path(states.masters_of(opt_state, params))
         frozen = in_16_bits - masters.keys() if states.with_masters(opt_state) else set()  # others have masters
@@ -164,7 +163,7 @@ def step_stats(
             activations=None if activations is None else tensor_stats.over_microbatches(activations),
             fp8=_fp8_stats(grads, params, axes),
             probes={
-                path: _probe(x).astype(jnp.float32)
+                path: collectives.of_all_parts(_probe(x).astype(jnp.float32))
                 for path, x in tensor_stats.float_leaves(params32)
                 if path not in frozen
             },

@@ -29,7 +29,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxmp._src.base import compat, tables, tree_paths
-from jaxmp._src.devices import collectives, shardings
+from jaxmp._src.devices import collectives, host_memory, shardings
 from jaxmp._src.fp8 import scale_leaves
 from jaxmp._src.numerics import float_bits, formats
 from pallas_kernels.by_platform import by_platform
@@ -186,7 +186,7 @@ def measure(
 ) -> TensorStats:
     """`tensor_stats` without `when`."""
     with jax.named_scope("jaxmp.tensor_stats"):
-        leaves = dict(float_leaves(tree))
+        leaves = dict(float_leaves(host_memory.to_device(tree)))
         seen = _of_leaves(list(leaves.values()), scale, histogram)
         return assemble({path: (x.dtype, x.size) for path, x in leaves.items()}, seen, histogram, axis_name)
 
