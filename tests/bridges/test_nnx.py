@@ -217,6 +217,47 @@ def test_accumulated_gradients_are_float32_means():
         jaxmp.nnx.value_and_grad(loss_fn, accumulate=2, accumulate_argnums=(0, 1))(model, x, opt_state=opt_state)
 
 
+class Recurrent(nnx.Module):
+    """Its state is set from an activation, which a policy computes in 16 bits."""
+
+    def __init__(self):
+        self.linear, self.last = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Variable(jnp.zeros(4))
+        self.norm = nnx.SpectralNorm(self.linear, rngs=nnx.Rngs(1))
+
+    def __call__(self, x, sows=False):
+        y = self.norm(x + self.last[...].astype(x.dtype)[None], update_stats=True)
+        self.last[...] = y[-1]
+        if sows:
+            self.seen = nnx.Intermediate(y)
+        return y
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_state_of_a_module_keeps_its_dtypes_under_a_policy(accumulate):
+    model, x = Recurrent(), np.ones((8, 4), F32)
+    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1), policy="bf16")
+    loss_fn = lambda model, x, **kwargs: jnp.mean(model(x, **kwargs) ** 2)  # noqa: E731
+    compute = jaxmp.nnx.value_and_grad(loss_fn, accumulate=accumulate)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = compute(model, x, opt_state=optimizer)
+        optimizer.update(model, grads)
+        return loss
+
+    before = jax.tree.map(jax.typeof, nnx.state(model, nnx.Not(nnx.Param)))
+    for _ in range(2):
+        step(model, optimizer, x)
+        assert jax.tree.map(jax.typeof, nnx.state(model, nnx.Not(nnx.Param))) == before
+    assert model.norm.batch_stats[("kernel", "sigma")][...] > 1 and np.all(np.asarray(model.last[...]) != 0)
+    if accumulate > 1:
+        with pytest.raises(ValueError, match="/seen.* is in the state after a microbatch only. .* cannot add state"):
+            compute(model, x, opt_state=optimizer, sows=True)
+    else:
+        compute(model, x, opt_state=optimizer, sows=True)
+        assert model.seen[...].shape == x.shape
+
+
 def test_extra_arguments_reach_the_optimizer_and_nan_stays_out():
     model = nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0))
     inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))

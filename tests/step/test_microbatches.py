@@ -161,6 +161,22 @@ def test_batch_statistics_pass_through_the_microbatches(k):
     assert_moved(skipped.batch_stats, state.batch_stats)
 
 
+@pytest.mark.parametrize("policy", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("k", [1, K])
+def test_a_carried_argument_keeps_its_dtype(policy, dtype, k):
+    opt_state = jaxmp.mixed_precision(optax.sgd(0.1), policy).init(PARAMS)
+
+    def loss_fn(params, mean, x, y):
+        return jnp.mean((x @ params["w"] - y[:, None]) ** 2), mean * 0.5 + x.mean().astype(jnp.bfloat16)
+
+    compute = jaxmp.value_and_grad(
+        loss_fn, has_aux=True, policy=policy, accumulate=k, accumulate_argnums=(2, 3), carry_argnum=1
+    )
+    (_, mean), _ = compute(PARAMS, jnp.zeros((), dtype), jnp.ones_like(X), TARGETS, opt_state=opt_state)
+    assert_exact(mean, np.asarray(2 - 0.5 ** (k - 1), dtype))
+
+
 def test_aux_beside_the_statistics_is_stacked():
     def loss_fn(params, stats, x, y):
         loss, new = normed_loss(params, stats, x, y)

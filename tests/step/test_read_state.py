@@ -40,6 +40,37 @@ def test_what_is_no_state_is_refused(reader):
         READERS[reader](TX)
 
 
+def test_a_stacked_state_is_read_entry_by_entry():
+    """Of an ensemble: outside of its vmap as inside, also where a square leaf has two axes of the ensemble's size."""
+    tx = jaxmp.mixed_precision(
+        optax.chain(optax.sgd(0.1), jaxmp.ema_params(0.5)), "fp16", loss_scale=jaxmp.DynamicLossScale(4.0, hysteresis=1)
+    )
+    state, params = jax.vmap(tx.init)({"w": jnp.ones((2, 2))}), {"w": jnp.ones((2, 2), jnp.float16)}
+    for first in (1.0, np.nan):  # the first member skips the second step
+        grads = {"w": jnp.float16([[first, first], [1, 1]])}
+        params, state = jax.vmap(lambda g, s, p: jaxmp.apply_gradients(tx, g, s, p))(grads, state, params)
+    assert jaxmp.get_loss_scale(state).tolist() == [2, 4]
+    one, zero = jnp.ones((2, 2)), jnp.zeros((2, 2))
+    readers = {
+        "kept": lambda s, p: jaxmp.keep_if_skipped(s, one[0] if p["w"].ndim == 1 else one, 0 * p["w"]),
+        "average": lambda s, p: jaxmp.get_ema_params(s, p)["w"],
+        "unscaled": lambda s, p: jaxmp.unscale({"w": p["w"]}, s)["w"],
+    }
+    for read in readers.values():
+        assert_exact(read(state, params), jax.vmap(read)(state, params))
+    with pytest.raises(ValueError, match=r"needs arrays stacked alike; got \(3,\) beside \(2,\)"):
+        jaxmp.keep_if_skipped(state, jnp.ones(3), jnp.ones(3))
+    loss_fn = lambda p: jnp.sum(p["w"].astype(jnp.float32))  # noqa: E731
+    for step in (
+        lambda: jaxmp.value_and_grad(loss_fn)(params, opt_state=state),
+        lambda: jaxmp.apply_gradients(tx, params, state, params),
+        lambda: tx.update(params, state, params),
+    ):
+        with pytest.raises(ValueError, match=r"must get one state; got one of a vmap or a pmap, stacked to \(2,\)"):
+            step()
+    assert_exact(jaxmp.keep_if_skipped(state, one, zero), np.float32([[0, 0], [1, 1]]))
+
+
 def test_states_of_all_kinds_are_read():
     module = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     train_state = jaxmp.linen.TrainState.create(apply_fn=None, params=PARAMS, tx=TX, policy="bf16")

@@ -95,6 +95,30 @@ def test_a_forgotten_value_and_grad_is_warned_of_in_each_step():
         trace(lambda s: s.apply_gradients(grads=jax.grad(loss_fn)(s.params, X)), state)
 
 
+def test_a_static_scale_is_asked_for_too():
+    """One scale for all: gradients of another state with a static scale are right; and by a scale of 1 so are all."""
+    static, one = mixed(loss_scale=1024.0), mixed(loss_scale=1.0)
+    forgotten = lambda tx: lambda p, s, x: jaxmp.apply_gradients(tx, jax.grad(loss_fn)(p, x), s, p)  # noqa: E731
+
+    def of_another(params, state, other, x):
+        _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=other)
+        grads = jax.tree.map(lambda g: (g + g) / 2, grads)
+        return jaxmp.apply_gradients(static, grads, state, params)
+
+    with process_that_says(NOBODY):
+        trace(forgotten(static), PARAMS, static.init(PARAMS), X)
+    shared = jaxmp.shared_loss_scale(1024.0)
+    with process_that_says(NOBODY):
+        trace(
+            lambda p, s, x, h: shared.apply_gradients(static, jax.grad(loss_fn)(p, x), s, p, h),
+            *(PARAMS, static.init(PARAMS), X, shared.init()),
+        )
+    with nothing_read():
+        trace(changed(lambda g, s, p: g, static), PARAMS, static.init(PARAMS), X)
+        trace(of_another, PARAMS, static.init(PARAMS), static.init(PARAMS), X)
+        trace(forgotten(one), PARAMS, one.init(PARAMS), X)
+
+
 @pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
 def test_scaled_gradients_and_an_optimizer_without_a_scale(jitted):
     plain, wide = optax.sgd(0.1), {"w": jnp.ones((2, 3))}

@@ -5,6 +5,8 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxmp._src.numerics import casting, float_bits, reductions
@@ -106,6 +108,13 @@ class StaticLossScale(Scaling):
         new = object.__new__(cls)
         (new.loss_scale,) = children
         return new
+
+
+def is_one(scaler: Any) -> bool:
+    """Whether a loss scale is 1, as far as this is known while a step is traced: nothing has to multiply the loss."""
+    if isinstance(scaler, StaticLossScale):
+        return not isinstance(scaler.loss_scale, Tracer) and bool(np.all(np.asarray(scaler.loss_scale) == 1))
+    return scaler is None or isinstance(scaler, NoOpLossScale)
 
 
 def is_number(x: Any) -> bool:

@@ -5,6 +5,7 @@ stacked like any aux, and each microbatch would start from the same statistics.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ def take(aux: PyTree, carry: dict[int, PyTree]) -> tuple[PyTree, dict[int, PyTre
                 f"aux must have the shapes of {_WHERE}; got {jnp.shape(n)} and {jnp.shape(o)} at "
                 f"{tree_paths.path_str(path)}"
             )
-    return rest, {i: jax.tree.map(in_dtype_of, new, old)}
+    return rest, {i: new}
 
 
 def put_back(rest: PyTree, carry: dict[int, PyTree]) -> PyTree:
@@ -73,5 +74,27 @@ def as_it_stays(new_carry: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
 
 
 def typed_like(new: PyTree, carry: PyTree) -> PyTree:
-    """`new`, typed as varying over the axes of `carry` too."""
-    return jax.tree.map(lambda n, o: compat.as_varying(n, tuple(compat.varying_axes(o))), new, carry)
+    """`new` in the dtypes of `carry`, typed as varying over its axes too. What `carry` has not stays as it is.
+
+    A policy computes state in 16 bits that was float32, such as the norms of `nnx.SpectralNorm`.
+    """
+    old = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(carry)}
+    is_floating = lambda x: jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)  # noqa: E731
+
+    def like(path: Any, n: Any) -> Any:
+        o = old.get(jax.tree_util.keystr(path))
+        if o is None:
+            return n
+        n = in_dtype_of(n, o) if is_floating(n) == is_floating(o) else n
+        return compat.as_varying(n, tuple(compat.varying_axes(o)))
+
+    return jax.tree_util.tree_map_with_path(like, new)
+
+
+def next_carry(new: PyTree, carry: PyTree) -> PyTree:
+    """`typed_like`, for a scan: a ValueError if the new carry has other leaves."""
+    tree_paths.check_same_structure(
+        new, carry, "the state after a microbatch", "that before it",
+        "With accumulate= a loss cannot add state: take it out by nnx.pop(model, nnx.Intermediate), return it as aux.",
+    )  # fmt: skip
+    return typed_like(new, carry)

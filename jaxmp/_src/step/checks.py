@@ -73,6 +73,8 @@ def check_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: dic
             f"opt_state must be that of tx.init; got {type(state).__name__}. Call tx.update(grads, opt_state, params); "
             f"restore dicts by flax.serialization.from_state_dict(tx.init(params), opt_state)."
         )
+    for number in (state.skipped, getattr(state.scaling, "loss_scale", None)):
+        states.check_not_stacked(0 if number is None else number)
     if adds and scale_reads.holds_gradients(params):
         raise TypeError("the arguments are tx.update(grads, opt_state, params); got gradients as params. Swap them.")
     if adds or not _is_usual(rule, grads, state, params):
@@ -88,11 +90,12 @@ def check_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: dic
                 f"jaxmp.checkpoint.convert(opt_state, params, to=tx, policy=...)."
             )
     other_scale = extra.get("loss_scale")
-    is_dynamic = rule.scales and not isinstance(rule.scaler, static.StaticLossScale)
-    own_scale = state.scaling.loss_scale if is_dynamic and other_scale is None else None
+    is_static = isinstance(rule.scaler, static.StaticLossScale)
+    is_own = other_scale is None and not static.is_one(rule.scaler)
+    own_scale = state.scaling.loss_scale if is_own and not is_static else None
     used_scale: Any = getattr(state.scaling, "loss_scale", None) if other_scale is None else other_scale
     if state.scaling is not None:
-        scale_reads.check_scaled(grads, params, state.scaling.loss_scale, is_dynamic=own_scale is not None)
+        scale_reads.check_scaled(grads, params, state.scaling.loss_scale, is_checked=is_own, is_static=is_static)
     if rule.scales:
         weights, changed = params, grads
         if rule.moves_scales is not None:

@@ -3,8 +3,8 @@
 An update divides by the scale in its state. Code that scales a loss reads this scale first, by `value_and_grad`, a
 `GradScaler` or `get_loss_scale`. So these mistakes are found without any computation:
 
-- an update with a dynamic scale, or of a state that carries its policy, is traced, and nothing has read the scale of
-  this state, or the gradients are made without it: `jax.value_and_grad` was kept;
+- an update with a scale other than 1, or of a state that carries its policy, is traced, and nothing has read the scale
+  of this state, or the gradients are made without it: `jax.value_and_grad` was kept;
 - an update divides gradients, as `value_and_grad` returned them, by another scale than it multiplied by: that of an
   `opt_state` that is older, newer, or closed over;
 - in one trace, an update divides by the scale that an earlier update made, and nothing read that one: the same
@@ -203,15 +203,16 @@ def check_not_scaled(grads: PyTree) -> None:
         )
 
 
-def check_scaled(grads: PyTree, params: PyTree, scale: Array, *, is_dynamic: bool) -> None:
-    """Warns if `grads` of an update that divides by `scale` cannot have been scaled by it, if it is a dynamic one.
+def check_scaled(grads: PyTree, params: PyTree, scale: Array, *, is_checked: bool, is_static: bool = False) -> None:
+    """Warns if `grads` of an update that divides by `scale` cannot have been scaled by it.
 
-    The scale then is used: it speaks for no other update.
+    A static scale may be that of another state, with the same value. The scale then is used: it speaks for no other
+    update.
     """
     first = _first_of(grads)
     scaled_by = _scale_of(first)
     message = ""
-    if not is_dynamic:
+    if not is_checked or (is_static and any(MEMORY.scaled.get(x) is not None for x in _ancestors(first))):
         pass
     elif _is_unscaled_by(scale, first) and not isinstance(first, Tracer):
         message = _UNSCALED

@@ -86,8 +86,8 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
             raise ValueError(
                 "tx of a shared loss scale must unscale; got another. Call jaxmp.mixed_precision(inner, policy)."
             )
-        if is_dynamic:
-            scale_reads.check_scaled(grads, params, scale_state.scaling.loss_scale, is_dynamic=True)
+        own = scale_state.scaling.loss_scale
+        scale_reads.check_scaled(grads, params, own, is_checked=not static.is_one(template), is_static=not is_dynamic)
         finite = heart.all_usable(grads, scale_state.scaling.loss_scale, axis_name)
         params, opt_state = transform.apply_gradients(
             tx, grads, opt_state, params, loss_scale=scale_state.scaling.loss_scale, grads_finite=finite, **extra_args

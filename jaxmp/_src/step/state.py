@@ -537,6 +537,29 @@ def was_skipped(opt_state: Any) -> Bool[Array, ""]:
     return flags[0] if flags else jnp.zeros((), bool)
 
 
+def check_not_stacked(number: Any) -> None:
+    """Raises a ValueError for a number of a stacked state, whose entries a step would take for those of the params."""
+    if np.size(number) > 1:
+        raise ValueError(
+            f"a step must get one state; got one of a vmap or a pmap, stacked to {np.shape(number)}. Call the step "
+            f"inside the vmap."
+        )
+
+
+def beside(number: Array, x: Array) -> Array:
+    """A number of a state, to compute with `x`; of a stacked state, that of each entry along the first axes of `x`.
+
+    Raises:
+      ValueError: the state is stacked, and `x` is not.
+    """
+    if number.shape != x.shape[: number.ndim]:
+        raise ValueError(
+            f"a stacked opt_state, of a vmap or a pmap, needs arrays stacked alike; got {x.shape} beside "
+            f"{number.shape}. Call the function inside the vmap."
+        )
+    return number.reshape(number.shape + (1,) * (x.ndim - number.ndim))
+
+
 def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
     """`old` if the last update was skipped, else `new`: for state outside the optimizer.
 
@@ -579,6 +602,6 @@ def keep_if_skipped(opt_state: Any, new: PyTree, old: PyTree) -> PyTree:
 
     def pick(old: Any, new: Any) -> Any:  # selected, never multiplied: 0 * NaN is NaN
         new, old = jnp.asarray(new), jnp.asarray(old)
-        return jnp.where(skipped, old, new if new.dtype == old.dtype else new.astype(old.dtype))
+        return jnp.where(beside(skipped, old), old, new if new.dtype == old.dtype else new.astype(old.dtype))
 
     return jax.tree.map(pick, old, new)

@@ -400,7 +400,7 @@ def unscale(grads: PyTree, opt_state: Any) -> PyTree:
     inv_scale = float_bits.reciprocal(scale)
 
     def unscaled(path: str, g: Any) -> Any:
-        return g if scale_leaves.is_scale(path) else g.astype(jnp.float32) * inv_scale
+        return g if scale_leaves.is_scale(path) else g.astype(jnp.float32) * states.beside(inv_scale, g)
 
     unscaled_grads = tree_paths.map_with_path(unscaled, grads)
     scale_reads.note_unscaled(unscaled_grads, scale)

@@ -188,6 +188,7 @@ def scaled_value_and_grad(
     policy, is_default = policy_of_loss(policy, opt_state)
     opt_state = getattr(opt_state, "opt_state", opt_state)
     loss_scale = states.loss_scale_of(opt_state)
+    states.check_not_stacked(loss_scale)
     axes = compat.manual_axes() if axis_name == "auto" else collectives.named_axes(axis_name)
     own_params = jax.tree.map(lambda x: compat.as_varying(x, axes), params)
     step_scale = loss_scale * np.float32(1.0 / k) if k > 1 else loss_scale
@@ -295,8 +296,8 @@ def policy_of_loss(policy: Policy | None, opt_state: Any) -> tuple[Policy | None
 def _one_batch(
     fp8: Fp8Gradients, grad: Callable[..., Any], params: PyTree, carry: PyTree, batch: PyTree
 ) -> tuple[Float[Array, ""], PyTree, PyTree, PyTree]:
-    grads, (loss, aux, carry) = grad(params, carry, batch)
-    return loss, aux, carry, grads
+    grads, (loss, aux, new_carry) = grad(params, carry, batch)
+    return loss, aux, carried_arguments.typed_like(new_carry, carry), grads
 
 
 def _microbatches(
@@ -306,10 +307,10 @@ def _microbatches(
         sums, carry = accumulated
         grads, (loss, aux, new_carry) = grad(params, carry, batch)
         with jax.named_scope("jaxmp.accumulate"):
-            return (fp8.add(sums, grads), carried_arguments.typed_like(new_carry, carry)), (loss, aux)
+            return (fp8.add(sums, grads), carried_arguments.next_carry(new_carry, carry)), (loss, aux)
 
     def after_one(carry: PyTree) -> PyTree:
-        return grad(params, carry, jax.tree.map(lambda x: x[0], batches))[1][2]
+        return carried_arguments.next_carry(grad(params, carry, jax.tree.map(lambda x: x[0], batches))[1][2], carry)
 
     carry = carried_arguments.as_it_stays(after_one, carry)
     zeros = jax.tree.map(_zeros_like_float32, params)

@@ -146,7 +146,8 @@ def get_ema_params(opt_state: Any, params: PyTree) -> PyTree:
             return w
         if host_memory.is_on_host(e) != host_memory.is_on_host(w):  # only masters, or only moments were offloaded
             e, w = host_memory.to_device((e, w))
-        return jnp.where(weight > 0, e / weight, w)
+        weight_of = states.beside(weight, w)
+        return jnp.where(weight_of > 0, e / weight_of, w)
 
     units, treedef = jax.tree.flatten(states.get_master_params(opt_state, params), is_leaf=tree_paths.is_box)
     averages = masters.by_unit(treedef, ema_states[0].ema_params, params)
