@@ -267,9 +267,9 @@ def test_what_is_not_finite_shows(recipe, bad):
 
 
 @pytest.mark.thorough(1)
-@pytest.mark.parametrize(("power_of_two", "size"), [(True, 1e-30), (True, 1e30), (False, 1.0), (False, 1e30)])
+@pytest.mark.parametrize(("power_of_two", "size"), [(True, 1e-30), (True, 1e18), (False, 1.0), (False, 1e30)])
 def test_current_scaling(power_of_two, size):
-    """Scales by the tensors' own amaxes, whatever their size."""
+    """Scales by the tensors' own amaxes, whatever their size; powers of two up to 2^63."""
     recipe = CurrentScaling(power_of_two=power_of_two)
     lhs, rhs, grad = whole_numbers(0, 16, 16) * F32(size), whole_numbers(1, 16, 16), whole_numbers(2, 16, 16)
     y, d_lhs, d_rhs, _ = run(lhs, rhs, grad, MATMUL, recipe=recipe, scales=None)
@@ -278,6 +278,13 @@ def test_current_scaling(power_of_two, size):
         scales = [np.clip(2.0 ** np.floor(np.log2(s)), 2.0**-63, 2.0**63) for s in scales]
     for got, want in zip((y, d_lhs, d_rhs), oracle(lhs, rhs, grad, MATMUL, scales), strict=True):
         assert_close(got, want.astype(F32), rtol=1e-5, atol=1e-6 * float(np.max(np.abs(want))))
+
+
+def test_what_is_too_large_for_a_power_of_two_is_nan():
+    """Beyond 448 * 2^63 the cast would clip, and a recipe without state has no metric that shows it."""
+    lhs, rhs, grad = whole_numbers(0, 16, 16) * F32(1e30), whole_numbers(1, 16, 16), whole_numbers(2, 16, 16)
+    y, d_lhs, d_rhs, _ = run(lhs, rhs, grad, MATMUL, recipe=CurrentScaling(), scales=None)
+    assert np.all(np.isnan(y)) and np.all(np.isnan(d_rhs)) and np.all(np.isfinite(d_lhs))
 
 
 # Sides of other lengths than multiples of 16

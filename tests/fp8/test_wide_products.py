@@ -5,11 +5,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import jaxmp
+from fp8_model import GRAD, LHS, RHS
 from jaxmp import fp8
 
 MATMUL = (((1,), (0,)), ((), ()))
+NAMES = (LHS, RHS, GRAD)
 RECIPES = (
     fp8.DelayedScaling(),
     fp8.CurrentScaling(),
@@ -85,6 +89,22 @@ def test_an_activation_and_a_bias_stay_with_the_product():
     for a, b in zip(narrow[:2], wide[:2], strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(np.asarray(b, np.float32), np.asarray(a, np.float32), rtol=0.1, atol=1.0)
+
+
+def test_a_gradient_that_no_product_casts_is_neither_unused_nor_lost():
+    recipe = fp8.DelayedScaling(**WIDE["both"])
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "fp8", recipe=recipe)
+    params = {"w": jnp.ones((16, 16))} | {name: jnp.float32(0) for name in NAMES}
+
+    def loss_fn(params, x):
+        scales = fp8.Scales(*[params[name] for name in NAMES])
+        return jnp.mean(fp8.dot_general(x, params["w"], MATMUL, recipe=recipe, scales=scales).astype(jnp.float32) ** 2)
+
+    x, opt_state = jnp.ones((16, 16), jnp.bfloat16), tx.init(params)
+    _, grads = jaxmp.value_and_grad(loss_fn)(params, x, opt_state=opt_state)
+    _, opt_state = jaxmp.apply_gradients(tx, grads, opt_state, params)
+    metrics = jaxmp.get_metrics(opt_state)
+    assert (metrics["fp8/unused"], metrics["fp8/lost_gradients"]) == (0, 0)
 
 
 def test_another_name_is_refused():

@@ -107,12 +107,13 @@ def by_own_amax(gemm: Gemm, tensor: Tensor) -> Quantized:
     x = casting.widened(gemms.pad(tensor.x, gemm.zeros(tensor.role)))
     with jax.named_scope("jaxmp.fp8_quantize"):
         amax = quantize_lib.largest_magnitude(x)
-        scale = recipe.scale(amax, backward=backward)
+        scale, dtype = recipe.scale(amax, backward=backward), recipe.dtype(backward=backward)
         if recipe.power_of_two:
             scale, _ = scale_leaves.scale_of(float_bits.log2_of_power_of_two(scale), holds_log2=True)
-        values = quantize_lib.stored(quantize_lib.quantize(x, scale, recipe.dtype(backward=backward)))
-        # The cast makes inf finite, so the overflow must show here.
-        inv_scale = jnp.where(amax < jnp.inf, float_bits.reciprocal(scale), jnp.nan)
+        values = quantize_lib.stored(quantize_lib.quantize(x, scale, dtype))
+        # The cast makes finite what is too large, so the overflow must show here.
+        fits = ~scale_equations.saturates(amax, scale, float(jnp.finfo(dtype).max)) & (amax < jnp.inf)
+        inv_scale = jnp.where(fits, float_bits.reciprocal(scale), jnp.nan)
         return Quantized(*remat.named((values, inv_scale)))
 
 

@@ -22,7 +22,8 @@ class CurrentScaling(TensorRecipe):
         scale = fp8_max / max(amax, amax_epsilon)
 
     and 1 where amax is 0, inf or NaN. With `power_of_two=False` bit for bit TransformerEngine's, with
-    `power_of_two=True` its option of that name.
+    `power_of_two=True` its option of that name. A matmul takes such scales from 2^-63 to 2^63: of a tensor with an amax
+    below 5e-17 more values become 0, and with one above 4e21 the result is NaN. `RowwiseScaling` has float32's range.
 
     Args:
       fp8_format: `"HYBRID"` (e5m2 for gradients, else e4m3fn) or `"E4M3"`.

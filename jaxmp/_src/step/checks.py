@@ -91,7 +91,7 @@ def check_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: dic
             )
     other_scale = extra.get("loss_scale")
     is_static = isinstance(rule.scaler, static.StaticLossScale)
-    is_own = other_scale is None and not static.is_one(rule.scaler)
+    is_own = other_scale is None and not static.is_one(rule.scaler) and not ambient.FP8_CALIBRATING.value
     own_scale = state.scaling.loss_scale if is_own and not is_static else None
     used_scale: Any = getattr(state.scaling, "loss_scale", None) if other_scale is None else other_scale
     if state.scaling is not None:

@@ -132,7 +132,8 @@ _LOW = (_F16, np.dtype(jnp.bfloat16))
 _NO_FP8 = (
     "the policy says fp8, but no matmul of the loss runs in fp8. In linen, call model.init in "
     '`with jaxmp.autocast("fp8"):`; in nnx, jaxmp.nnx.to_fp8(model) before the optimizer. Else call '
-    'jaxmp.autocast(loss_fn, "fp8", recipe=jaxmp.fp8.CurrentScaling()).'
+    'jaxmp.autocast(loss_fn, "fp8", recipe=jaxmp.fp8.CurrentScaling()). The first and the last layer stay in 16 bits: '
+    "filter= takes them, too."
 )
 _NOTHING = "no matmul or convolution of the loss runs in 16 bits or fp8"
 _NO_LOW = (

@@ -117,7 +117,8 @@ def update_amax(recipe: Recipe) -> MovesScales:
             saturated += jnp.sum(scale_equations.saturates(amax, old.scale, limit) & (amax < jnp.inf)).astype(
                 jnp.float32
             )
-            unused += jnp.sum(~seen.is_used).astype(jnp.float32)
+            casts = not group.backward or bool(group.recipe.narrow("grad"))  # else no product reads a gradient in fp8
+            unused += jnp.sum(~seen.is_used).astype(jnp.float32) if casts else 0
             spoiled += jnp.sum(seen.is_spoiled | (seen.is_used & ~seen.is_record)).astype(jnp.float32)
             if group.recipe.power_of_two:
                 move = log2_of_power_of_two(new.scale) - before
@@ -136,7 +137,7 @@ def update_amax(recipe: Recipe) -> MovesScales:
             ends = np.cumsum([leaves[i].size for i in group.indices])
             parts = zip(group.indices, jnp.split(move, ends[:-1]), jnp.split(amax, ends[:-1]), strict=True)
             for i, part, its_amax in parts:
-                moves[i], amaxes[i] = part.reshape(leaves[i].shape), its_amax
+                moves[i], amaxes[i] = part.reshape(leaves[i].shape), its_amax if casts else None
         lost = _lost_gradients(params, amaxes)
         return jax.tree.unflatten(treedef, moves), Fp8State(tuple(states), saturated, unused, lost, spoiled)
 
@@ -302,14 +303,14 @@ def check_scales(recipe: Recipe, params: PyTree, state: Any = None) -> None:
             )
 
 
-def _lost_gradients(params: PyTree, amaxes: list[Array]) -> Float[Array, ""]:
-    """How many gradients came to a layer as zeros, of layers that ran."""
+def _lost_gradients(params: PyTree, amaxes: list[Array | None]) -> Float[Array, ""]:
+    """How many gradients came to a layer as zeros, of layers that ran; None: the amax of one that is not cast."""
     paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
     inputs = {path.rpartition("/")[0]: amax for path, amax in zip(paths, amaxes, strict=True) if "fp8_lhs_" in path}
     lost = jnp.zeros((), jnp.float32)
     for path, amax in zip(paths, amaxes, strict=True):
         layer = path.rpartition("/")[0]
-        if scale_leaves.format_of(path)[0] and layer in inputs:
+        if scale_leaves.format_of(path)[0] and layer in inputs and amax is not None:
             lost += jnp.sum((amax <= 0) & (inputs[layer] > 0)).astype(jnp.float32)
     return lost
 
