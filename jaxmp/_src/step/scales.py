@@ -306,11 +306,12 @@ def check_scales(recipe: Recipe, params: PyTree, state: Any = None) -> None:
 def _lost_gradients(params: PyTree, amaxes: list[Array | None]) -> Float[Array, ""]:
     """How many gradients came to a layer as zeros, of layers that ran; None: the amax of one that is not cast."""
     paths = [path for path, _ in tree_paths.boxed_leaves(params)[0]]
-    inputs = {path.rpartition("/")[0]: amax for path, amax in zip(paths, amaxes, strict=True) if "fp8_lhs_" in path}
+    cast = [(path, amax) for path, amax in zip(paths, amaxes, strict=True) if amax is not None]
+    inputs = {path.rpartition("/")[0]: amax for path, amax in cast if "fp8_lhs_" in path}
     lost = jnp.zeros((), jnp.float32)
-    for path, amax in zip(paths, amaxes, strict=True):
+    for path, amax in cast:
         layer = path.rpartition("/")[0]
-        if scale_leaves.format_of(path)[0] and layer in inputs and amax is not None:
+        if scale_leaves.format_of(path)[0] and layer in inputs:
             lost += jnp.sum((amax <= 0) & (inputs[layer] > 0)).astype(jnp.float32)
     return lost
 
