@@ -1,6 +1,6 @@
 """A zoo of models in fp8, of linen and nnx: which layers run in fp8, that their GEMMs do, and that every amax arrives.
 
-Stacks of layers are in test_amaxes_arrive.py and test_stacked_scales.py, convolutions in test_fp8_layers.py.
+Stacks of layers are in test_amaxes_arrive.py and test_fp8_layers.py, convolutions in the latter.
 Sides are odd on purpose. A warning is an error here, so nothing falls back in silence or aloud.
 """
 

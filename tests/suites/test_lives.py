@@ -73,9 +73,8 @@ def test_lives_of_several_processes(tmp_path):
             processes.finish(workers, logs)
         printed = [(tmp_path / f"{rank}.out").read_text() for rank in range(count)]
         if killed:
-            assert re.search(r"stopped sending heartbeats\):\s+1\b", printed[0]), printed[
-                0
-            ]  # the number of the process
+            # by the number of the process
+            assert re.search(r"stopped sending heartbeats\):\s+1\b", printed[0]), printed[0]
         else:
             assert not any("Traceback" in text for text in printed)  # of what a killed process left
         ((restored, found, last, written),) = {re.search(LIFE, text, re.M).groups() for text in printed}

@@ -119,7 +119,7 @@ def set_loss_scale(opt_state: Any, loss_scale: Any) -> Any:
     old = _only(opt_state)
     if isinstance(loss_scale, dynamic.DynamicLossScale):
         new = states.scaling_state(loss_scale)
-    elif jnp.shape(loss_scale) and jnp.shape(loss_scale) != jnp.shape(old.loss_scale):
+    elif jnp.shape(loss_scale) not in ((), jnp.shape(old.loss_scale)):
         raise ValueError(f"a loss scale must be one number; got the shape {jnp.shape(loss_scale)}.")
     else:
         new = old._replace(loss_scale=jnp.asarray(loss_scale, jnp.float32))

@@ -25,6 +25,7 @@ from jaxmp._src.base import optional, tasks, tree_paths
 from jaxmp._src.devices import digests, shardings
 from jaxmp._src.distributed import param_layout
 from jaxmp._src.fp8 import scale_leaves
+from jaxmp._src.numerics import casting
 from jaxmp._src.step import argument_kinds, state as states, state_arrays
 
 _Names = tuple[str, ...]
@@ -284,13 +285,8 @@ def restore(
         )
         with warnings.catch_warnings(action="ignore"):
             state = tree_paths.leaves_by_names({"opt_state": jax.jit(tx.init)(begun)})
-        begun = tree_paths.leaves_by_names({"params": begun})
-        for n in owner.keys() & missing & state.keys():
-            if "ema_params" in n and jnp.issubdtype(state[n].dtype, jnp.floating):
-                # All leaves share the weight of an average, and it goes on: a fresh average is a param of this weight.
-                weight = np.asarray({**state, **values}[(*n[: n.index("ema_params")], "ema_weight")])
-                start = begun[owner[n]].astype(jnp.float32)
-                state[n] = start * np.expand_dims(weight, tuple(range(weight.ndim, start.ndim)))
+        param = tree_paths.leaves_by_names({"params": begun})
+        state |= _fresh_averages({n: param[owner[n]] for n in owner.keys() & missing}, state | values)
         values |= {n: jax.device_put(state[n], wanted[n].sharding) for n in missing if n in state}
     trees = tree_paths.filled(like, values)
     leaves, treedef = jax.tree.flatten((trees.pop("params"), trees.pop("opt_state", None)))
@@ -307,6 +303,19 @@ def restore(
 def _paths(name: str, tree: PyTree) -> dict[_Names, str]:
     leaves = zip(tree_paths.leaves_by_names({name: tree}), jax.tree_util.tree_leaves_with_path(tree), strict=True)
     return {names: jax.tree_util.keystr(path) for names, (path, _) in leaves}
+
+
+def _fresh_averages(params: dict[_Names, Any], leaves: dict[_Names, Any]) -> dict[_Names, Any]:
+    """The averages (`ema_params`) among fresh leaves, from the params that these belong to.
+
+    All leaves share the weight of an average, and it goes on: a fresh average is a param of this weight.
+    """
+    averages = {}
+    for names, x in params.items():
+        if "ema_params" in names and casting.is_float(x):
+            weight: Any = np.asarray(leaves[(*names[: names.index("ema_params")], "ema_weight")])
+            averages[names] = x.astype(jnp.float32) * states.beside(weight, x)
+    return averages
 
 
 def _loss_scales_of(opt_state: Any) -> list[str]:

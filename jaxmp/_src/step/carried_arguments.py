@@ -93,8 +93,6 @@ def typed_like(new: PyTree, carry: PyTree) -> PyTree:
 
 def next_carry(new: PyTree, carry: PyTree) -> PyTree:
     """`typed_like`, for a scan: a ValueError if the new carry has other leaves."""
-    tree_paths.check_same_structure(
-        new, carry, "the state after a microbatch", "that before it",
-        "With accumulate= a loss cannot add state: take it out by nnx.pop(model, nnx.Intermediate), return it as aux.",
-    )  # fmt: skip
+    fix = "With accumulate= a loss cannot add state: take it out by nnx.pop(model, nnx.Intermediate), return it as aux."
+    tree_paths.check_same_structure(new, carry, "the state after a microbatch", "that before it", fix)
     return typed_like(new, carry)

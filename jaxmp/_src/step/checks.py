@@ -74,7 +74,7 @@ def check_step(rule: Rule, grads: PyTree, state: Any, params: PyTree, extra: dic
             f"restore dicts by flax.serialization.from_state_dict(tx.init(params), opt_state)."
         )
     for number in (state.skipped, getattr(state.scaling, "loss_scale", None)):
-        states.check_not_stacked(0 if number is None else number)
+        states.check_not_stacked(number)
     if adds and scale_reads.holds_gradients(params):
         raise TypeError("the arguments are tx.update(grads, opt_state, params); got gradients as params. Swap them.")
     if adds or not _is_usual(rule, grads, state, params):

@@ -212,7 +212,7 @@ def check_scaled(grads: PyTree, params: PyTree, scale: Array, *, is_checked: boo
     first = _first_of(grads)
     scaled_by = _scale_of(first)
     message = ""
-    if not is_checked or (is_static and any(MEMORY.scaled.get(x) is not None for x in _ancestors(first))):
+    if not is_checked or (is_static and any(_noted(first))):
         pass
     elif _is_unscaled_by(scale, first) and not isinstance(first, Tracer):
         message = _UNSCALED
@@ -330,8 +330,12 @@ def _is_read_by_hand(scale: Array) -> bool:
 
 def ran_in(compute_dtype: Any, grads: PyTree) -> bool:
     """Whether `grads` are, or were made in this trace of, gradients of `value_and_grad` with a policy of this dtype."""
-    noted = (MEMORY.scaled.get(x) for x in _ancestors(_first_of(grads)))
-    return any(scaled is not None and scaled.compute_dtype == compute_dtype for scaled in noted)
+    return any(scaled.compute_dtype == compute_dtype for scaled in _noted(_first_of(grads)))
+
+
+def _noted(gradient: Any) -> Iterator[Scaled]:
+    """What is noted of a gradient, and of those of `value_and_grad` that it was computed from in this trace."""
+    return (scaled for x in _ancestors(gradient) if (scaled := MEMORY.scaled.get(x)) is not None)
 
 
 def _sources(gradient: Any, *trees: PyTree) -> list[bool]:

@@ -88,9 +88,9 @@ def shared_loss_scale(loss_scale: Any = "auto", *, axis_name: collectives.AxisNa
             )
         own = scale_state.scaling.loss_scale
         scale_reads.check_scaled(grads, params, own, is_checked=not static.is_one(template), is_static=not is_dynamic)
-        finite = heart.all_usable(grads, scale_state.scaling.loss_scale, axis_name)
+        finite = heart.all_usable(grads, own, axis_name)
         params, opt_state = transform.apply_gradients(
-            tx, grads, opt_state, params, loss_scale=scale_state.scaling.loss_scale, grads_finite=finite, **extra_args
+            tx, grads, opt_state, params, loss_scale=own, grads_finite=finite, **extra_args
         )
         return params, opt_state, scale_state._replace(all_grads_finite=scale_state.all_grads_finite & finite)
 

@@ -538,7 +538,10 @@ def was_skipped(opt_state: Any) -> Bool[Array, ""]:
 
 
 def check_not_stacked(number: Any) -> None:
-    """Raises a ValueError for a number of a stacked state, whose entries a step would take for those of the params."""
+    """Raises a ValueError for a number of a stacked state, whose entries a step would take for those of the params.
+
+    None is a number that the state does not have.
+    """
     if np.size(number) > 1:
         raise ValueError(
             f"a step must get one state; got one of a vmap or a pmap, stacked to {np.shape(number)}. Call the step "
